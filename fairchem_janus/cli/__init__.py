@@ -1,0 +1,1 @@
+"""The `fairchem-janus` command line: one file per sub-command, each with a `register(app)` function."""

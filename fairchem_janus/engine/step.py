@@ -1,0 +1,61 @@
+"""What a step amounts to, the same on every rank: loss, gradient norm, sizes; one small all-reduce."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fairchem_janus.engine.gradients import GradientBuffer
+from fairchem_janus.engine.runtime import StepResult
+from fairchem_janus.parallel.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Figures of one optimizer step over the whole global batch.
+
+    Attributes:
+        loss: sum of `losses`.
+        losses: each task's loss, coefficient included.
+        grad_norm: L2 norm of the gradient over all stages, before clipping.
+        num_atoms, num_graphs: in the global batch.
+        seconds: wall time of the step on this rank, forward to reduced gradients.
+    """
+
+    loss: float
+    losses: list[float]
+    grad_norm: float
+    num_atoms: int
+    num_graphs: int
+    seconds: float
+
+
+def reduce_report(
+    result: StepResult, gradients: GradientBuffer, batches: Sequence[Any], topology: Topology, started: float
+) -> StepReport:
+    """Combine every rank's part of a step; gradients must have been reduced."""
+    counts = [0.0, 0.0]
+    if topology.is_first_stage:
+        counts = [float(sum(b["pos"].shape[0] for b in batches)), float(sum(len(b["natoms"]) for b in batches))]
+    parts = torch.cat(
+        [torch.tensor([gradients.squared_norm(), *counts], dtype=torch.float64), result.losses.to("cpu")]
+    )
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        on_device = parts.to(topology.device)
+        dist.all_reduce(on_device)
+        parts = on_device.cpu()
+    squared_norm, num_atoms, num_graphs, *losses = parts.tolist()
+    return StepReport(
+        loss=sum(losses),
+        losses=losses,
+        grad_norm=math.sqrt(squared_norm),
+        num_atoms=int(num_atoms),
+        num_graphs=int(num_graphs),
+        seconds=time.perf_counter() - started,
+    )

@@ -1,0 +1,151 @@
+"""The loss, normalised once for the whole global batch.
+
+fairchem's `DDPMTLoss` divides by a sample count that it all-reduces over the whole world inside every forward. In a
+pipeline only stage 0 takes a loss, and a mean over each micro-batch would depend on how graphs were packed. Here the
+valid samples of every task are counted from the labels before the step, summed over the replicas in one small
+all-reduce, and every micro-batch's loss gets that denominator. The sum over all micro-batches is then what plain
+fairchem computes on their union, however they are packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fairchem.core.modules.loss import DDPMTLoss
+from fairchem.core.units.mlip_unit.mlip_unit import Task, get_output_masks
+from torch import nn
+
+
+class NonFiniteLossError(FloatingPointError):
+    """A loss is NaN or infinite; `graphs` are positions in the micro-batch."""
+
+    def __init__(self, graphs: list[int]) -> None:
+        super().__init__("the loss is not finite")
+        self.graphs = graphs
+
+
+class GlobalLoss(nn.Module):
+    """`DDPMTLoss` with a denominator that is set before the step.
+
+    Attributes:
+        loss_fn, reduction, coefficient: those of the `DDPMTLoss` it was made from.
+        num_samples: denominator of `mean` (valid elements) and `per_structure` (structures with a label) over the
+            whole global batch.
+
+    `per_structure` differs from fairchem in one point: fairchem counts structures whose loss is not exactly zero,
+    which is known only after the forward (a single atom, whose force is exactly zero, is not counted). Here
+    structures with a label are counted.
+    """
+
+    def __init__(self, source: DDPMTLoss) -> None:
+        super().__init__()
+        self.loss_fn = source.loss_fn
+        self.reduction = source.reduction
+        self.coefficient = source.coefficient
+        self.num_samples = 1.0
+
+    def forward(
+        self, input: torch.Tensor, target: torch.Tensor, mult_mask: torch.Tensor, natoms: torch.Tensor
+    ) -> torch.Tensor:
+        """This micro-batch's share of the loss, a scalar; arguments as in `DDPMTLoss.forward`.
+
+        Raises:
+            NonFiniteLossError: an element with a label has a loss that is not finite.
+        """
+        target = target.view(input.shape)
+        if input.numel() == mult_mask.numel():
+            mult_mask = mult_mask.view(input.shape)
+        known = torch.nan_to_num(target, nan=0.0, posinf=0.0, neginf=0.0)
+        loss = self.loss_fn(input, known, natoms)
+        if loss.shape != mult_mask.shape:
+            raise ValueError(
+                f"{type(self.loss_fn).__name__} gives a loss of shape {tuple(loss.shape)} for labels with a mask of "
+                f"shape {tuple(mult_mask.shape)}: fairchem's DDPMTLoss cannot mask that. For forces use L2NormLoss"
+            )
+        self._check_finite(loss, mult_mask, natoms)
+        loss = loss * mult_mask
+        if self.reduction == "per_structure":
+            atoms = _valid_atoms(mult_mask, natoms)
+            loss = loss / torch.where(atoms == 0, natoms, atoms).repeat_interleave(natoms)
+        total = loss.sum()
+        if self.reduction != "sum":
+            total = total / self.num_samples
+        return self.coefficient * total
+
+    def _check_finite(self, loss: torch.Tensor, mask: torch.Tensor, natoms: torch.Tensor) -> None:
+        bad = mask & ~torch.isfinite(loss.detach())
+        if bool(bad.any()):
+            rows = bad.view(bad.shape[0], -1).any(1)
+            if rows.shape[0] != natoms.shape[0]:
+                owner = torch.arange(natoms.shape[0], device=natoms.device).repeat_interleave(natoms)
+                graphs = owner[rows].unique()
+            else:
+                graphs = rows.nonzero().view(-1)
+            raise NonFiniteLossError(graphs.tolist())
+
+    def count(self, mult_mask: torch.Tensor, natoms: torch.Tensor) -> torch.Tensor:
+        """Samples that a micro-batch adds to the denominator (a scalar)."""
+        if self.reduction == "per_structure":
+            return (_valid_atoms(mult_mask, natoms) > 0).sum()
+        return mult_mask.sum()
+
+
+def _valid_atoms(mask: torch.Tensor, natoms: torch.Tensor) -> torch.Tensor:
+    """Number of unmasked atoms of each structure [num_graphs]."""
+    owner = torch.arange(natoms.shape[0], device=natoms.device).repeat_interleave(natoms)
+    return torch.bincount(owner[mask.view(-1)], minlength=natoms.shape[0])
+
+
+def with_global_losses(tasks: Sequence[Task]) -> list[Task]:
+    """The tasks, each with a `GlobalLoss` in place of its `DDPMTLoss`.
+
+    Raises:
+        ValueError: a task's loss is of another class.
+    """
+    result = []
+    for task in tasks:
+        if type(task.loss_fn) is not DDPMTLoss:
+            raise ValueError(
+                f"task {task.name!r} has a loss of type {type(task.loss_fn).__name__}; janus normalises losses over the "
+                "whole global batch and knows fairchem.core.modules.loss.DDPMTLoss only"
+            )
+        # Hydra may hand tasks over as structured configurations, which cannot be copied like the dataclass
+        parts = {part.name: getattr(task, part.name) for part in fields(Task)}
+        result.append(Task(**{**parts, "loss_fn": GlobalLoss(task.loss_fn)}))
+    return result
+
+
+def count_samples(tasks: Sequence[Task], batches: Iterable[Any]) -> torch.Tensor:
+    """Valid samples of each task over some micro-batches [num_tasks], float64, from their labels alone."""
+    totals = torch.zeros(len(tasks), dtype=torch.float64)
+    for batch in batches:
+        masks = get_output_masks(batch, tasks)
+        free = batch.fixed == 0
+        for i, task in enumerate(tasks):
+            mask = masks[task.name]
+            if task.level == "atom" and task.train_on_free_atoms:
+                mask = mask & free
+            totals[i] += task.loss_fn.count(mask, batch.natoms).cpu()  # type: ignore[union-attr]
+    return totals
+
+
+def set_normalisers(
+    tasks: Sequence[Task], batches: Iterable[Any], group: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    """Give every task's loss its denominator for one global batch.
+
+    Args:
+        batches: this replica's micro-batches.
+        group: ranks that hold the other replicas' micro-batches, None if there are none.
+    """
+    totals = count_samples(tasks, batches)
+    if group is not None:
+        on_device = totals.to(device)
+        dist.all_reduce(on_device, group=group)
+        totals = on_device.cpu()
+    for task, total in zip(tasks, totals.tolist(), strict=True):
+        task.loss_fn.num_samples = max(total, 1.0)  # type: ignore[union-attr]

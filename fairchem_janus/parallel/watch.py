@@ -1,0 +1,110 @@
+"""Ends every rank soon after one of them failed.
+
+A rank that is blocked inside a collective cannot run Python: neither an exception elsewhere nor a SIGTERM handler
+reaches it, so a job with one failed rank would wait for the process group's timeout (30 minutes by default) or for the
+launcher's SIGKILL. A small thread on each rank watches two things and calls `os._exit`:
+
+- a note in the job's key-value store, written by the rank that fails first;
+- SIGTERM, through `signal.set_wakeup_fd`, which the C handler serves even while Python is blocked.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+
+import torch.distributed as dist
+
+EXIT_CODE = 1
+POLL_SECONDS = 0.5
+GRACE_SECONDS = 5.0
+"""Time for a rank's own error message, or its own clean ending, before it is ended from outside."""
+SIGTERM_GRACE_SECONDS = 12.0
+"""Longer than above: fairchem's SIGTERM handler records where to resume from."""
+
+_KEY = "janus/first_failure"
+
+
+class FailureWatch:
+    """Watches over one rank of a job; use one a process, `start` to `stop`."""
+
+    def __init__(self, rank: int, store: dist.Store | None) -> None:
+        self.rank = rank
+        self._store = store
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._wakeup: socket.socket | None = None
+        self._previous_fd = -1
+
+    @classmethod
+    def of_world(cls) -> FailureWatch:
+        """A watch on the default process group's store."""
+        if not dist.is_initialized():
+            return cls(0, None)
+        return cls(dist.get_rank(), dist.distributed_c10d._get_default_store())
+
+    def start(self) -> None:
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        reader.setblocking(False)
+        self._wakeup = writer
+        if threading.current_thread() is threading.main_thread():
+            self._previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, args=(reader,), name="janus-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End watching: the run is over."""
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._wakeup is not None:
+            if threading.current_thread() is threading.main_thread():
+                signal.set_wakeup_fd(self._previous_fd)
+            self._wakeup.close()
+            self._wakeup = None
+
+    def report(self, error: BaseException) -> None:
+        """Announce this rank's error; the first one a job reports is printed, later ones are consequences of it."""
+        text = f"{type(error).__name__}: {error}"
+        first = text
+        if self._store is not None:
+            first = self._store.compare_set(_KEY, "", f"{self.rank}|{text}").decode().partition("|")[2]
+        if first == text:
+            rule = "=" * 100
+            logging.error("\n%s\nfairchem-janus: rank %d failed, ending all ranks\n%s\n%s", rule, self.rank, text, rule)
+        sys.stderr.flush()
+        threading.Thread(target=_exit_after, args=(2 * GRACE_SECONDS,), daemon=True).start()
+
+    def _watch(self, reader: socket.socket) -> None:
+        store = self._store.clone() if self._store is not None else None
+        while not self._done.is_set():
+            if select.select([reader], [], [], POLL_SECONDS)[0] and signal.SIGTERM in reader.recv(64):
+                self._end("SIGTERM", SIGTERM_GRACE_SECONDS)
+            try:
+                failed = store is not None and store.check([_KEY])
+            except Exception:  # the store's host is gone: the job is ending
+                failed = False
+            if failed and store is not None:
+                self._end(f"rank {store.get(_KEY).decode().partition('|')[0]} failed", GRACE_SECONDS)
+        reader.close()
+
+    def _end(self, reason: str, grace: float) -> None:
+        deadline = time.monotonic() + grace
+        while time.monotonic() < deadline:
+            if self._done.wait(POLL_SECONDS):
+                return
+        print(f"fairchem-janus: rank {self.rank} ends because of: {reason}", file=sys.stderr, flush=True)
+        os._exit(EXIT_CODE)
+
+
+def _exit_after(seconds: float) -> None:
+    time.sleep(seconds)
+    os._exit(EXIT_CODE)

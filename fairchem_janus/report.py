@@ -1,0 +1,108 @@
+"""What a run tells: one console line a step, W&B metrics under fairchem's names, and `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from fairchem.core.common.distutils import is_master
+from fairchem.core.units.mlip_unit.mlip_unit import Task
+from omegaconf import DictConfig
+
+from fairchem_janus.engine.step import StepReport
+
+
+def run_folder(job_config: DictConfig) -> str:
+    """The folder of one run, `job.run_dir/job.timestamp_id`, beside fairchem's logs and checkpoints."""
+    return os.path.join(job_config.run_dir, job_config.timestamp_id)
+
+
+class StepReporter:
+    """Reports steps and evaluations from rank 0; silent elsewhere.
+
+    `metrics.jsonl` in the run folder gets one object for every reported step and evaluation.
+    """
+
+    def __init__(self, job_config: DictConfig, tasks: Sequence[Task], logger: Any, *, print_every: int) -> None:
+        self.active = is_master()
+        self.logger = logger
+        self.print_every = print_every
+        self.task_names = [task.name for task in tasks]
+        self.path = os.path.join(run_folder(job_config), "metrics.jsonl")
+        self.steps_per_epoch = 1
+        self.total_steps: int | None = None
+        self._last_time = self._started = time.perf_counter()
+        self._atoms = self._graphs = self._steps = 0
+        self._first_step = 0
+
+    def start(self, *, steps_done: int, steps_per_epoch: int, max_steps: int | None, max_epochs: int | None) -> None:
+        """Call when training (re)starts."""
+        self.steps_per_epoch = max(1, steps_per_epoch)
+        limits = [max_steps, None if max_epochs is None else max_epochs * self.steps_per_epoch]
+        known = [limit for limit in limits if limit is not None]
+        self.total_steps = min(known) if known else None
+        self._last_time = self._started = time.perf_counter()
+        self._first_step = steps_done
+
+    def step(self, step: int, report: StepReport, *, lr: float) -> None:
+        """Report optimizer step number `step` (counted from 0)."""
+        if not self.active:
+            return
+        self._atoms += report.num_atoms
+        self._graphs += report.num_graphs
+        self._steps += 1
+        printing = step % self.print_every == 0
+        if not (printing or self.logger):
+            return
+        now = time.perf_counter()
+        elapsed = max(now - self._last_time, 1e-9)
+        values = {
+            "train/loss": report.loss,
+            "train/lr": lr,
+            "train/step": step,
+            "train/epoch": step / self.steps_per_epoch,
+            "train/grad_norm": report.grad_norm,
+            "train/samples_per_second(approx)": self._graphs / elapsed,
+            "train/atoms_per_second(approx)": self._atoms / elapsed,
+            "train/num_atoms": report.num_atoms,
+            "train/num_samples": report.num_graphs,
+            "train/seconds_per_step": elapsed / self._steps,
+        } | {f"train/loss/{name}": loss for name, loss in zip(self.task_names, report.losses, strict=True)}
+        self._last_time, self._atoms, self._graphs, self._steps = now, 0, 0, 0
+        if self.logger:
+            self.logger.log(values, step=step, commit=True)
+        if printing:
+            logging.info(self._line(step, values, report))
+            self._append({key.removeprefix("train/"): value for key, value in values.items()})
+
+    def _line(self, step: int, values: dict[str, Any], report: StepReport) -> str:
+        parts = ", ".join(f"{n} {x:.4g}" for n, x in zip(self.task_names, report.losses, strict=True))
+        total = f"/{self.total_steps}" if self.total_steps else ""
+        line = (
+            f"step {step}{total} | epoch {values['train/epoch']:.2f} | loss {report.loss:.5g} ({parts}) | "
+            f"grad norm {report.grad_norm:.4g} | lr {values['train/lr']:.3g} | "
+            f"{values['train/atoms_per_second(approx)']:,.0f} atoms/s"
+        )
+        done = step + 1 - self._first_step
+        if self.total_steps and done > 0:
+            per_step = (time.perf_counter() - self._started) / done
+            line += f" | ETA {timedelta(seconds=round(per_step * max(0, self.total_steps - step - 1)))}"
+        return line
+
+    def evaluation(self, metrics: dict[str, Any], *, step: int) -> None:
+        """Report one evaluation; `metrics` has fairchem's names (`val/...`)."""
+        if not self.active:
+            return
+        if self.logger:
+            self.logger.log(metrics, commit=False)
+        self._append({"step": step, "eval": {key: float(value) for key, value in metrics.items()}})
+
+    def _append(self, record: dict[str, Any]) -> None:
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        with open(self.path, "a") as file:
+            file.write(json.dumps(record) + "\n")

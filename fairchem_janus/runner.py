@@ -1,0 +1,179 @@
+"""`JanusRunner`: fairchem's `TrainEvalRunner` with a pipeline under it.
+
+In a job file only the runner's target, `_recursive_: false` and a `janus` block change::
+
+    runner:
+      _target_: fairchem_janus.JanusRunner
+      _recursive_: false
+      janus: {pipeline_size: 2, num_micro_batches: 4}
+      train_dataloader: ...   # as before
+      eval_dataloader: ...
+      train_eval_unit: ...
+      callbacks: ...
+
+The runner receives its children as configuration, checks the job, builds the process groups and only then instantiates
+the children, in the order of the YAML, with fairchem's dataloader builder and `MLIPTrainEvalUnit` replaced by ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairchem.core.common.distutils import get_device_for_local_rank, get_rank, get_world_size
+from fairchem.core.components.train.train_runner import TrainEvalRunner
+from fairchem.core.units.mlip_unit.mlip_unit import MLIPTrainEvalUnit
+from hydra.utils import get_object, instantiate
+from omegaconf import OmegaConf
+from torch.utils.data import DataLoader
+
+from fairchem_janus.config import JanusConfig
+from fairchem_janus.data.loader import build_dataloader
+from fairchem_janus.model.checks import ModelSettings, check_model, read_model_settings
+from fairchem_janus.parallel.topology import Grid, Topology
+from fairchem_janus.parallel.watch import FailureWatch
+from fairchem_janus.report import run_folder
+from fairchem_janus.summary import describe_run
+from fairchem_janus.unit import JanusTrainEvalUnit
+
+LOADERS = ("train_dataloader", "eval_dataloader")
+_RUNNER_KEYS = tuple(name for name in inspect.signature(TrainEvalRunner.__init__).parameters if name != "self")
+
+
+class JanusRunner(TrainEvalRunner):
+    """Trains a conservative eSEN or UMA model pipeline-parallel.
+
+    Args:
+        janus: the `janus` block, see `JanusConfig`.
+        children: the arguments of `TrainEvalRunner`, as configuration (`_recursive_: false`).
+
+    Raises:
+        ValueError: anything wrong with the job, before a model is built.
+    """
+
+    def __init__(self, *, janus: Mapping[str, Any] | None = None, **children: Any) -> None:
+        self.watch = FailureWatch.of_world()
+        self.watch.start()
+        try:
+            self._build(janus, children)
+        except Exception as error:
+            self.watch.report(error)
+            raise
+
+    def _build(self, janus: Mapping[str, Any] | None, children: dict[str, Any]) -> None:
+        config = JanusConfig.from_mapping(janus)
+        _check_children(children)
+        unit_config = children["train_eval_unit"]
+        job = unit_config["job_config"]
+        settings = read_model_settings(unit_config["model"])
+        grid = check_job(job, unit_config, config, settings, world_size=get_world_size(), rank=get_rank())
+        device = torch.device(get_device_for_local_rank())
+        topology = Topology.build(grid, device)
+        report_dir = Path(run_folder(job))
+
+        def build(key: str, value: Any) -> Any:
+            if key in LOADERS:
+                name = key.removesuffix("_dataloader")
+                return build_dataloader(
+                    value,
+                    grid=grid,
+                    num_micro_batches=config.num_micro_batches,
+                    oversize=config.oversize,
+                    report=report_dir / f"left_out_{name}.csv",
+                    pin_memory=device.type == "cuda",
+                )
+            if key == "train_eval_unit":
+                make_unit = instantiate(OmegaConf.merge(value, _OWN_UNIT))
+                self.prepare_model(make_unit.keywords["model"])
+                return make_unit(topology=topology, janus=config)
+            if key == "callbacks":
+                return [instantiate(callback) for callback in value or []]
+            return value
+
+        super().__init__(**{key: build(key, value) for key, value in children.items()})
+        if grid.rank == 0:
+            logging.info("\n%s", describe_run(config, grid, settings, self.train_dataloader, self.eval_dataloader))
+
+    def prepare_model(self, model: torch.nn.Module) -> None:
+        """Called with the built, unsplit model before it is cut; for subclasses."""
+
+    def run(self) -> None:
+        """Train; if anything fails on this rank, all ranks end within seconds with the first error on the console."""
+        try:
+            super().run()
+        except Exception as error:
+            self.watch.report(error)
+            raise
+        self.watch.stop()
+
+    def save_state(self, checkpoint_location: str, is_preemption: bool = False) -> bool:
+        """As in fairchem, which trips over the empty folder that its own LOCAL-mode signal handler makes."""
+        if is_preemption and os.path.isdir(checkpoint_location) and not os.path.islink(checkpoint_location):
+            if os.listdir(checkpoint_location):
+                return False
+            os.rmdir(checkpoint_location)
+        return super().save_state(checkpoint_location, is_preemption)
+
+    train_dataloader: DataLoader[list[Any]]
+    eval_dataloader: DataLoader[list[Any]]
+    train_eval_unit: JanusTrainEvalUnit
+
+
+_OWN_UNIT = {"_target_": f"{JanusTrainEvalUnit.__module__}.{JanusTrainEvalUnit.__qualname__}", "_partial_": True}
+
+
+def _check_children(children: Mapping[str, Any]) -> None:
+    for key in children:
+        if key not in _RUNNER_KEYS:
+            raise ValueError(f"unknown key runner.{key}; known keys: janus, {', '.join(_RUNNER_KEYS)}")
+    for key in (*LOADERS, "train_eval_unit"):
+        if not OmegaConf.is_config(children.get(key)):
+            raise ValueError(
+                f"runner.{key} must reach JanusRunner as configuration, not as an object: add _recursive_: false to the "
+                "runner (on the command line: +runner._recursive_=false)"
+            )
+    target = children["train_eval_unit"]["_target_"]
+    if get_object(target) is not MLIPTrainEvalUnit:
+        raise ValueError(
+            f"runner.train_eval_unit._target_ is {target}; janus replaces fairchem's MLIPTrainEvalUnit and knows no other"
+        )
+
+
+def check_job(
+    job: Mapping[str, Any],
+    unit_config: Mapping[str, Any],
+    config: JanusConfig,
+    settings: ModelSettings,
+    *,
+    world_size: int,
+    rank: int,
+) -> Grid:
+    """Refuse jobs that cannot run, naming the key and the fix; returns the grid of ranks.
+
+    Raises:
+        ValueError: see the texts.
+    """
+    gp_size = int(job["graph_parallel"]["group_size"])
+    if gp_size > 1:
+        raise ValueError(
+            f"job.graph_parallel.group_size={gp_size}: graph parallelism inside the pipeline is not available in this "
+            "release; set it to 1"
+        )
+    if str(unit_config.get("train_strategy", "ddp")).lower() == "fsdp":
+        raise ValueError(
+            "train_eval_unit.train_strategy=fsdp cannot be combined with a pipeline, which already divides the "
+            "parameters over ranks; remove it (or set it to ddp)"
+        )
+    grid = Grid.of(world_size=world_size, pipeline_size=config.pipeline_size, gp_size=gp_size, rank=rank)
+    assert config.num_micro_batches is not None
+    check_model(
+        settings,
+        pipeline_size=config.pipeline_size,
+        num_micro_batches_in_step=config.num_micro_batches * grid.D,
+    )
+    return grid

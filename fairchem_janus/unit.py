@@ -1,0 +1,214 @@
+"""fairchem's `MLIPTrainEvalUnit` on the pipeline engine: one item of the loader is one optimizer step.
+
+Arguments, progress counters, callbacks and checkpoints are fairchem's. What differs: the model is one pipeline stage,
+an item of the loader is a list of micro-batches, gradients are exact sums over the whole global batch, and losses and
+norms that are reported are those of the whole global batch on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fairchem.core.common.distutils import get_device_for_local_rank, is_master
+from fairchem.core.common.logger import WandBSingletonLogger
+from fairchem.core.units.mlip_unit.mlip_unit import (
+    MLIPTrainEvalUnit,
+    Task,
+    _get_optimizer_wd,
+    filter_inference_only_tasks,
+    set_sampler_state,
+)
+from fairchem.core.units.mlip_unit.utils import tf32_context_manager
+from omegaconf import DictConfig
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torchtnt.framework import State, TrainUnit
+
+from fairchem_janus import checkpoint
+from fairchem_janus.config import JanusConfig
+from fairchem_janus.engine.gradients import GradientBuffer
+from fairchem_janus.engine.runtime import Runtime
+from fairchem_janus.engine.step import StepReport, reduce_report
+from fairchem_janus.evaluation import JanusEvalUnit
+from fairchem_janus.model.build import build_stage
+from fairchem_janus.model.stage import Stage
+from fairchem_janus.parallel.loss import set_normalisers, with_global_losses
+from fairchem_janus.parallel.topology import Topology
+from fairchem_janus.prepare import BatchPreparation
+from fairchem_janus.report import StepReporter
+from fairchem_janus.schedule import make_schedule
+
+
+class JanusTrainEvalUnit(MLIPTrainEvalUnit):
+    """One pipeline rank's share of training and evaluation.
+
+    Args:
+        topology, janus: given by `JanusRunner`.
+        Others: as in `MLIPTrainEvalUnit`; the DDP options have no effect.
+    """
+
+    def __init__(
+        self,
+        job_config: DictConfig,
+        model: torch.nn.Module,
+        optimizer_fn: Callable[..., torch.optim.Optimizer],
+        cosine_lr_scheduler_fn: Callable[..., Any],
+        tasks: list[Task],
+        bf16: bool = False,
+        print_every: int = 10,
+        clip_grad_norm: float | None = None,
+        ema_decay: float | None = 0.999,
+        train_strategy: str = "ddp",
+        debug_checksums_save_path: str | None = None,
+        profile_flops: bool = False,
+        save_inference_ckpt: bool = True,
+        tf32: bool = False,
+        ddp_broadcast_buffers: bool = False,
+        ddp_gradient_as_bucket_view: bool = True,
+        *,
+        topology: Topology,
+        janus: JanusConfig,
+    ) -> None:
+        # not MLIPTrainEvalUnit.__init__, which wraps the model in DDP over the whole world
+        TrainUnit.__init__(self)
+        self.job_config = job_config
+        self.topology = topology
+        self.janus = janus
+        device = torch.device(get_device_for_local_rank())
+        self.tasks = with_global_losses(filter_inference_only_tasks(tasks))
+        for task in self.tasks:
+            if task.element_references is not None:
+                task.element_references.to(device)
+        self.bf16, self.tf32 = bf16, tf32
+        self.print_every, self.clip_grad_norm = print_every, clip_grad_norm
+        self.train_strategy = train_strategy
+        self.save_inference_ckpt = save_inference_ckpt
+        self.finetune_model_full_config = getattr(model, "finetune_model_full_config", None)
+        self.debug_checksums_save_path = debug_checksums_save_path
+        if debug_checksums_save_path:
+            os.makedirs(debug_checksums_save_path, exist_ok=True)
+        if profile_flops:
+            logging.warning("profile_flops runs the whole model on one rank and is ignored by janus")
+
+        self.num_params = sum(p.numel() for p in model.parameters())
+        self.unsplit_parameters = [name for name, _ in model.named_parameters()]
+        grid = topology.grid
+        self.stage = build_stage(model, index=grid.p, num_stages=grid.P)
+        self.optimizer = _get_optimizer_wd(optimizer_fn, model)
+        self.model = model.to(device)
+        self.ema_decay = ema_decay
+        self.ema_model = None
+        if ema_decay is not None:
+            self.ema_model = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema_decay))
+
+        self.gradients = GradientBuffer(self.stage, topology)
+        autocast_dtype = torch.bfloat16 if bf16 else None
+        self.runtime = Runtime(
+            self.stage, topology, self.tasks, self.gradients, split=janus.split, autocast_dtype=autocast_dtype
+        )
+        eval_model = model if self.ema_model is None else self.ema_model.module
+        eval_stage = Stage(eval_model, index=grid.p, num_stages=grid.P, blocks=self.stage.blocks)
+        self.prepare = BatchPreparation(topology, seed=int(job_config.seed), check=janus.debug_checksums)
+        # fairchem evaluates without autocast, whatever bf16 says
+        self.eval_unit = JanusEvalUnit(
+            job_config=job_config,
+            runtime=Runtime(eval_stage, topology, self.tasks, None),
+            prepare=self.prepare,
+            tf32=tf32,
+        )
+
+        self.logger = (
+            WandBSingletonLogger.get_instance()
+            if is_master() and not job_config.debug and job_config.logger
+            else None
+        )
+        if self.logger:
+            self.logger.log_summary({"num_params": self.num_params, "dp_world_size": grid.D})
+        self.reporter = StepReporter(job_config, self.tasks, self.logger, print_every=print_every)
+        self.dp_world_size = grid.D
+        self.cosine_lr_scheduler_fn = cosine_lr_scheduler_fn
+        self.scheduler = None
+        self.lazy_state_location: str | None = None
+        self.last_loss: float | None = None
+        self.last_grad_norm: float | None = None
+
+    # ---------------------------------------------------------------- training
+    def on_train_start(self, state: State) -> None:
+        self.model.train()
+        if self.scheduler is None:
+            self.load_scheduler(len(state.train_state.dataloader))
+        if self.lazy_state_location is not None:
+            self._execute_load_state(self.lazy_state_location)
+        epoch = self.train_progress.num_epochs_completed
+        start_step = self.train_progress.num_steps_completed_in_epoch
+        set_sampler_state(state, epoch, start_step)
+        train_state = state.train_state
+        self.reporter.start(
+            steps_done=self.train_progress.num_steps_completed,
+            steps_per_epoch=len(train_state.dataloader),
+            max_steps=train_state.max_steps,
+            max_epochs=train_state.max_epochs,
+        )
+
+    def train_step(self, state: State, data: list[Any]) -> None:
+        step = self.train_progress.num_steps_completed
+        report = self.compute_gradients(data, step)
+        self.last_loss, self.last_grad_norm = report.loss, report.grad_norm
+        if self.debug_checksums_save_path:
+            self._write_checksums(step, report)
+        if self.clip_grad_norm is not None:
+            self.gradients.clip(report.grad_norm, self.clip_grad_norm)
+        self.optimizer.step()
+        if self.ema_model is not None:
+            self.ema_model.update_parameters(self.model)
+        self.gradients.zero()
+        self.reporter.step(step, report, lr=self.scheduler.get_last_lr()[0])
+        self.scheduler.step()
+
+    def compute_gradients(self, data: list[Any], step: int) -> StepReport:
+        """Run one global batch through the pipeline; leaves the exact gradients, unclipped, in the parameters.
+
+        Args:
+            data: this replica's micro-batches.
+            step: number of the optimizer step; keys the step's random draws.
+        """
+        started = time.perf_counter()
+        batches = self.prepare(data, step=step)
+        set_normalisers(self.tasks, batches, self.topology.dp_group, self.topology.device)
+        schedule = make_schedule(
+            self.janus.schedule,
+            num_stages=self.topology.grid.P,
+            num_micro_batches=len(batches),
+            wave_size=self.janus.wave_size,
+        )
+        with tf32_context_manager(self.tf32):
+            result = self.runtime.run(schedule, batches)
+            self.gradients.reduce()
+        return reduce_report(result, self.gradients, batches, self.topology, started)
+
+    def _write_checksums(self, step: int, report: StepReport) -> None:
+        """fairchem's debugging files, one a rank and step, for the parameters of this stage."""
+        grid = self.topology.grid
+        name = f"d{grid.d}.{grid.D}_p{grid.p}.{grid.P}_g{grid.g}.{grid.G}_step{step}.txt"
+        with open(os.path.join(self.debug_checksums_save_path, name), "w") as file:
+            file.write(f"Loss,{report.loss}\n")
+            for parameter_name, parameter in self.model.named_parameters():
+                if parameter.grad is not None:
+                    file.write(f"Param,{step},{parameter_name},{parameter.abs().mean().item()}\n")
+                    file.write(f"Grad,{step},{parameter_name},{parameter.grad.abs().mean().item()}\n")
+
+    # ---------------------------------------------------------------- evaluation
+    def on_eval_epoch_end(self, state: State) -> None:
+        metrics = self.eval_unit.on_eval_epoch_end(state)
+        self.reporter.evaluation(metrics, step=self.train_progress.num_steps_completed)
+
+    # ---------------------------------------------------------------- checkpoints
+    def state_dict(self) -> dict[str, Any]:
+        return checkpoint.unit_state(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        checkpoint.load_unit_state(self, state_dict)

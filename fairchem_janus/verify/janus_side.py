@@ -1,0 +1,85 @@
+"""The pipeline's side of a comparison: the job's own runner, driven for a few steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairchem.core.launchers.slurm_launch import _set_seeds
+from omegaconf import DictConfig
+
+from fairchem_janus.runner import JanusRunner
+from fairchem_janus.verify.trace import Trace, cast_batch, record_gradients, snapshot_parameters
+
+
+def run_janus(config: DictConfig, *, steps: int, dtype: torch.dtype, folder: Path) -> None:
+    """Train `steps` steps on this rank and write what it holds to `folder/d{d}_p{p}.pt` (a `Trace`).
+
+    Args:
+        config: the canonical job configuration.
+    """
+    logging.getLogger().setLevel(logging.WARNING)
+    runner_config = {key: config.runner[key] for key in config.runner if key not in ("_target_", "_recursive_")}
+
+    class CastingRunner(JanusRunner):
+        def prepare_model(self, model: torch.nn.Module) -> None:
+            model.to(dtype)
+
+    _set_seeds(config.job.seed)
+    runner = CastingRunner(**runner_config)
+    runner.job_config = config.job
+    unit = runner.train_eval_unit
+    unit.load_scheduler(len(runner.train_dataloader))
+    unit.model.train()
+    unit.reporter.active = False
+    trace = Trace(steps_per_epoch=len(runner.train_dataloader))
+    handle = record_gradients(unit.optimizer, unit.model, trace.gradients)
+    torch.set_default_dtype(dtype)
+    try:
+        for step, data in enumerate(_steps_of(runner.train_dataloader, steps)):
+            unit.train_progress._num_steps_completed = step
+            trace.batches.append([[batch["graph_numbers"].tolist() for batch in data]])
+            unit.train_step(None, [cast_batch(batch, dtype) for batch in data])
+            trace.losses.append(unit.last_loss)
+            trace.grad_norms.append(unit.last_grad_norm)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        handle.remove()
+        runner.watch.stop()
+    trace.parameters = snapshot_parameters(unit.model)
+    grid = unit.topology.grid
+    if grid.g == 0:
+        torch.save(trace, folder / f"d{grid.d}_p{grid.p}.pt")
+
+
+def _steps_of(dataloader: Any, steps: int) -> Iterator[list[Any]]:
+    """The loader's first items, over as many epochs as it takes."""
+    done = epoch = 0
+    while done < steps:
+        dataloader.batch_sampler.set_epoch_and_start_iteration(epoch, 0)
+        for item in dataloader:
+            yield item
+            done += 1
+            if done == steps:
+                return
+        epoch += 1
+
+
+def merge_traces(folder: Path) -> Trace:
+    """One trace from those of all ranks: parameters of every stage, batches of every replica."""
+    traces: dict[tuple[int, int], Trace] = {}
+    for path in folder.glob("d*_p*.pt"):
+        d, p = (int(part[1:]) for part in path.stem.split("_"))
+        traces[d, p] = torch.load(path, weights_only=False)
+    first = traces[0, 0]
+    replicas = sorted({d for d, _ in traces})
+    stages = sorted({p for _, p in traces})
+    for p in reversed(stages):
+        for step, gradients in enumerate(traces[0, p].gradients):
+            first.gradients[step] = {**gradients, **first.gradients[step]}
+        first.parameters = {**traces[0, p].parameters, **first.parameters}
+    first.batches = [[traces[d, 0].batches[step][0] for d in replicas] for step in range(len(first.batches))]
+    return first

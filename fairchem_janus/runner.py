@@ -72,6 +72,8 @@ class JanusRunner(TrainEvalRunner):
         job = unit_config["job_config"]
         settings = read_model_settings(unit_config["model"])
         grid = check_job(job, unit_config, config, settings, world_size=get_world_size(), rank=get_rank())
+        if grid.rank and str(job["scheduler"]["mode"]).lower().endswith("local"):
+            logging.getLogger().setLevel(logging.WARNING)  # the ranks share one console; rank 0 speaks for all
         device = torch.device(get_device_for_local_rank())
         topology = Topology.build(grid, device)
         report_dir = Path(run_folder(job))

@@ -39,11 +39,12 @@ def run_on_ranks(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    payload = pickle.dumps((function, args))  # by plain pickle: torch's own would share memory through file handles
     with tempfile.TemporaryDirectory() as folder:
         receivers, processes = [], []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            spec = (function, args, rank, world_size, device_type, f"file://{folder}/store", timeout_seconds)
+            spec = (payload, rank, world_size, device_type, f"file://{folder}/store", timeout_seconds)
             process = context.Process(target=_rank_main, args=(sender, *spec), daemon=True)
             process.start()
             sender.close()
@@ -87,8 +88,7 @@ def _send(sender: Connection, ok: bool, value: Any) -> None:
 
 def _rank_main(
     sender: Connection,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
+    payload: bytes,
     rank: int,
     world_size: int,
     device_type: str,
@@ -99,6 +99,7 @@ def _rank_main(
     if device_type == "cpu":
         torch.set_num_threads(1)
     try:
+        function, args = pickle.loads(payload)
         distutils.assign_device_for_local_rank(device_type == "cpu", rank)
         dist.init_process_group(
             backend="gloo" if device_type == "cpu" else "nccl",

@@ -54,7 +54,7 @@ class GlobalLoss(nn.Module):
         """This micro-batch's share of the loss, a scalar; arguments as in `DDPMTLoss.forward`.
 
         Raises:
-            NonFiniteLossError: an element with a label has a loss that is not finite.
+            NonFiniteLossError: an element has a loss that is not finite, with or without a label (0 x NaN is NaN).
         """
         target = target.view(input.shape)
         if input.numel() == mult_mask.numel():
@@ -66,18 +66,18 @@ class GlobalLoss(nn.Module):
                 f"{type(self.loss_fn).__name__} gives a loss of shape {tuple(loss.shape)} for labels with a mask of "
                 f"shape {tuple(mult_mask.shape)}: fairchem's DDPMTLoss cannot mask that. For forces use L2NormLoss"
             )
-        self._check_finite(loss, mult_mask, natoms)
+        self._check_finite(loss, natoms)
         loss = loss * mult_mask
         if self.reduction == "per_structure":
             atoms = _valid_atoms(mult_mask, natoms)
-            loss = loss / torch.where(atoms == 0, natoms, atoms).repeat_interleave(natoms)
+            loss = loss / torch.where(atoms == 0, natoms, atoms).repeat_interleave(natoms).view(loss.shape)
         total = loss.sum()
         if self.reduction != "sum":
             total = total / self.num_samples
         return self.coefficient * total
 
-    def _check_finite(self, loss: torch.Tensor, mask: torch.Tensor, natoms: torch.Tensor) -> None:
-        bad = mask & ~torch.isfinite(loss.detach())
+    def _check_finite(self, loss: torch.Tensor, natoms: torch.Tensor) -> None:
+        bad = ~torch.isfinite(loss.detach())
         if bool(bad.any()):
             rows = bad.view(bad.shape[0], -1).any(1)
             if rows.shape[0] != natoms.shape[0]:

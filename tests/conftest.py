@@ -1,0 +1,26 @@
+"""Shared fixtures: data for the stock job, made once a session."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.prepare import prepare_fake, prepare_real
+
+REAL_DATA = os.environ.get("JANUS_TEST_DATA")
+
+
+@pytest.fixture(scope="session")
+def real_job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides that point the stock job at real crystals and molecules."""
+    if REAL_DATA is None:
+        pytest.skip("JANUS_TEST_DATA is not set: no folder with real DFT data")
+    return prepare_real(Path(REAL_DATA), tmp_path_factory.mktemp("real"))
+
+
+@pytest.fixture(scope="session")
+def fake_job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides that point the stock job at fairchem's own fake data."""
+    return prepare_fake(tmp_path_factory.mktemp("fake"))

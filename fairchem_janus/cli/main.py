@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from fairchem_janus.cli import data_demo, verify
+from fairchem_janus.cli import data_demo, data_import, data_pack, data_stats, simulate, verify
 
 app = typer.Typer(
     name="fairchem-janus",
@@ -19,5 +19,7 @@ app = typer.Typer(
 data_app = typer.Typer(help="Make, import, inspect and pack data sets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
-data_demo.register(data_app)
+for data_command in (data_demo, data_import, data_stats, data_pack):
+    data_command.register(data_app)
+simulate.register(app)
 verify.register(app)

@@ -57,9 +57,7 @@ def verify(
     torch_dtype = getattr(torch, dtype.value)
     console = Console()
     try:
-        result = verify_job(
-            job, steps=steps, dtype=torch_dtype, world_size=world_size, accumulate_reference=accumulate
-        )
+        result = verify_job(job, steps=steps, dtype=torch_dtype, world_size=world_size, accumulate_reference=accumulate)
     except RankError as error:
         console.print(str(error), style="red", markup=False)
         raise typer.Exit(2) from None

@@ -15,7 +15,7 @@ from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, Dataset
 
-from fairchem_janus.data.sampler import MicroBatches, MicroBatchSampler, replica_sampler_fn
+from fairchem_janus.data.sampler import MicroBatchSampler, replica_sampler_fn
 from fairchem_janus.parallel.topology import Grid
 
 Samples = list[tuple[int, str, Any]]

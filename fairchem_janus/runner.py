@@ -77,6 +77,8 @@ class JanusRunner(TrainEvalRunner):
         device = torch.device(get_device_for_local_rank())
         topology = Topology.build(grid, device)
         report_dir = Path(run_folder(job))
+        num_micro_batches = config.num_micro_batches
+        assert num_micro_batches is not None
 
         def build(key: str, value: Any) -> Any:
             if key in LOADERS:
@@ -84,7 +86,7 @@ class JanusRunner(TrainEvalRunner):
                 return build_dataloader(
                     value,
                     grid=grid,
-                    num_micro_batches=config.num_micro_batches,
+                    num_micro_batches=num_micro_batches,
                     oversize=config.oversize,
                     report=report_dir / f"left_out_{name}.csv",
                     pin_memory=device.type == "cuda",

@@ -36,7 +36,7 @@ def describe_run(
     table.add_row("a sampler's batch", "one step of a rank", f"one micro-batch; {n} make a step of a replica")
     table.add_row("gradient", "mean over ranks", "exact over the whole global batch")
     for name, loader in (("training", train_dataloader), ("evaluation", eval_dataloader)):
-        table.add_row(f"{name} steps an epoch", f"{len(loader.batch_sampler.batches)} batches", f"{len(loader)} steps")  # type: ignore[union-attr]
+        table.add_row(f"{name} steps an epoch", f"{len(loader.batch_sampler.batches)} batches", f"{len(loader)} steps")
     wave = f", k = {config.wave_size}" if config.schedule == "wavek" else ""
     table.add_row("schedule", "-", f"{config.schedule}{wave}; split {config.split}")
     text = io.StringIO()

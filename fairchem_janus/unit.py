@@ -101,7 +101,7 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         self.optimizer = _get_optimizer_wd(optimizer_fn, model)
         self.model = model.to(device)
         self.ema_decay = ema_decay
-        self.ema_model = None
+        self.ema_model: AveragedModel | None = None
         if ema_decay is not None:
             self.ema_model = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema_decay))
 
@@ -122,18 +122,16 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         )
 
         self.logger = (
-            WandBSingletonLogger.get_instance()
-            if is_master() and not job_config.debug and job_config.logger
-            else None
+            WandBSingletonLogger.get_instance() if is_master() and not job_config.debug and job_config.logger else None
         )
         if self.logger:
             self.logger.log_summary({"num_params": self.num_params, "dp_world_size": grid.D})
         self.reporter = StepReporter(job_config, self.tasks, self.logger, print_every=print_every)
         self.dp_world_size = grid.D
         self.cosine_lr_scheduler_fn = cosine_lr_scheduler_fn
-        self.scheduler = None
+        self.scheduler: Any = None
         self.lazy_state_location: str | None = None
-        self.last_loss: float | None = None
+        self.last_loss: float | None = None  # as in fairchem, None before the first step
         self.last_grad_norm: float | None = None
 
     # ---------------------------------------------------------------- training
@@ -158,8 +156,8 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         step = self.train_progress.num_steps_completed
         report = self.compute_gradients(data, step)
         self.last_loss, self.last_grad_norm = report.loss, report.grad_norm
-        if self.debug_checksums_save_path:
-            self._write_checksums(step, report)
+        if self.debug_checksums_save_path is not None:
+            self._write_checksums(self.debug_checksums_save_path, step, report)
         if self.clip_grad_norm is not None:
             self.gradients.clip(report.grad_norm, self.clip_grad_norm)
         self.optimizer.step()
@@ -190,11 +188,11 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
             self.gradients.reduce()
         return reduce_report(result, self.gradients, batches, self.topology, started)
 
-    def _write_checksums(self, step: int, report: StepReport) -> None:
+    def _write_checksums(self, folder: str, step: int, report: StepReport) -> None:
         """fairchem's debugging files, one a rank and step, for the parameters of this stage."""
         grid = self.topology.grid
         name = f"d{grid.d}.{grid.D}_p{grid.p}.{grid.P}_g{grid.g}.{grid.G}_step{step}.txt"
-        with open(os.path.join(self.debug_checksums_save_path, name), "w") as file:
+        with open(os.path.join(folder, name), "w") as file:
             file.write(f"Loss,{report.loss}\n")
             for parameter_name, parameter in self.model.named_parameters():
                 if parameter.grad is not None:

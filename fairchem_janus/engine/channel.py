@@ -19,6 +19,20 @@ PREFETCH = 2
 """Receives posted beyond the one that is needed now; each holds a buffer."""
 
 
+class LostPeerError(RuntimeError):
+    """A neighbour does not answer: its own error, if it could print one, is the one to look at."""
+
+
+def _wait(work: dist.Work, peer: int) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise LostPeerError(
+            f"rank {peer} does not answer any more; it failed, was killed (out of memory?) or its machine is gone "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+
+
 class Outbound:
     """The sending end."""
 
@@ -33,12 +47,12 @@ class Outbound:
         assert work is not None
         self._pending.append((work, buffer))
         while self._pending and self._pending[0][0].is_completed():
-            self._pending.popleft()[0].wait()
+            _wait(self._pending.popleft()[0], self.peer)
 
     def flush(self) -> None:
         """Wait until every message has left."""
         while self._pending:
-            self._pending.popleft()[0].wait()
+            _wait(self._pending.popleft()[0], self.peer)
 
 
 class Inbound:
@@ -71,7 +85,7 @@ class Inbound:
         while key not in self._arrived:
             assert self._posted, f"message {key} is not among those expected"
             arrived, specs, buffer, work = self._posted.popleft()
-            work.wait()
+            _wait(work, self.peer)
             self._arrived[arrived] = unpack(buffer, specs)
             self._post_ahead()
         return self._arrived.pop(key)

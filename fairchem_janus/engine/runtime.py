@@ -91,7 +91,9 @@ class Runtime:
         assert schedule.num_micro_batches == len(batches)
         result = StepResult(torch.zeros(len(self.tasks), dtype=torch.float64))
         for source, arriving in inbound(schedule, self.stage.index).items():
-            specs = [message_specs(m.producer.phase, batches[m.producer.micro_batch], self.stage.shape) for m in arriving]
+            specs = [
+                message_specs(m.producer.phase, batches[m.producer.micro_batch], self.stage.shape) for m in arriving
+            ]
             self._receives[source].expect([(m.producer, spec) for m, spec in zip(arriving, specs, strict=True)])
         for action in schedule.rows[self.stage.index]:
             try:

@@ -43,9 +43,7 @@ def reduce_report(
     counts = [0.0, 0.0]
     if topology.is_first_stage:
         counts = [float(sum(b["pos"].shape[0] for b in batches)), float(sum(len(b["natoms"]) for b in batches))]
-    parts = torch.cat(
-        [torch.tensor([gradients.squared_norm(), *counts], dtype=torch.float64), result.losses.to("cpu")]
-    )
+    parts = torch.cat([torch.tensor([gradients.squared_norm(), *counts], dtype=torch.float64), result.losses.to("cpu")])
     if dist.is_initialized() and dist.get_world_size() > 1:
         on_device = parts.to(topology.device)
         dist.all_reduce(on_device)

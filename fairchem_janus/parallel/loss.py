@@ -129,7 +129,7 @@ def count_samples(tasks: Sequence[Task], batches: Iterable[Any]) -> torch.Tensor
             mask = masks[task.name]
             if task.level == "atom" and task.train_on_free_atoms:
                 mask = mask & free
-            totals[i] += task.loss_fn.count(mask, batch.natoms).cpu()  # type: ignore[union-attr]
+            totals[i] += task.loss_fn.count(mask, batch.natoms).cpu()
     return totals
 
 
@@ -148,4 +148,4 @@ def set_normalisers(
         dist.all_reduce(on_device, group=group)
         totals = on_device.cpu()
     for task, total in zip(tasks, totals.tolist(), strict=True):
-        task.loss_fn.num_samples = max(total, 1.0)  # type: ignore[union-attr]
+        task.loss_fn.num_samples = max(total, 1.0)

@@ -43,6 +43,7 @@ def run_janus(config: DictConfig, *, steps: int, dtype: torch.dtype, folder: Pat
             unit.train_progress._num_steps_completed = step
             trace.batches.append([[batch["graph_numbers"].tolist() for batch in data]])
             unit.train_step(None, [cast_batch(batch, dtype) for batch in data])
+            assert unit.last_loss is not None and unit.last_grad_norm is not None
             trace.losses.append(unit.last_loss)
             trace.grad_norms.append(unit.last_grad_norm)
     finally:

@@ -59,9 +59,7 @@ def test_gradients_equal_single_process(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("P", [2, 3])
-def test_gradients_equal_single_process_on_fake_data(
-    check: Check, fake_job: list[str], P: int, variant: str
-) -> None:
+def test_gradients_equal_single_process_on_fake_data(check: Check, fake_job: list[str], P: int, variant: str) -> None:
     config = make_variant(variant, fake_job, *adopt(P=P, N=3))
     result = check(config, world_size=P, name=variant, dtype=torch.float64)
     assert_exact(result, torch.float64)
@@ -94,9 +92,7 @@ def test_float32_gradients_agree_to_rounding(check: Check, fake_job: list[str], 
 
 def test_several_steps_give_the_same_parameters(check: Check, fake_job: list[str]) -> None:
     """Clipping, AdamW and the schedule included: the norm over all stages is the one that fairchem clips by."""
-    config = make_variant(
-        "mole-efs", fake_job, *adopt(P=3, N=2), "runner.train_eval_unit.clip_grad_norm=0.5"
-    )
+    config = make_variant("mole-efs", fake_job, *adopt(P=3, N=2), "runner.train_eval_unit.clip_grad_norm=0.5")
     result = check(config, world_size=3, name="mole-efs-clip", steps=4, dtype=torch.float64)
     assert_exact(result, torch.float64)
     assert result.param <= 1e-9  # AdamW divides by the root of squared gradients, which magnifies rounding

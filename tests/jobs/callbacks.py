@@ -1,0 +1,31 @@
+"""Callbacks for jobs that tests start through the command line."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from fairchem.core.common.distutils import get_rank
+from torchtnt.framework.callback import Callback
+
+
+class FailOnRank(Callback):
+    """Fails on one rank at the start of a step: by raising inside a phase, or by dying without a word.
+
+    Args:
+        how: `phase` (the stage's forward raises) or `kill` (SIGKILL).
+    """
+
+    def __init__(self, rank: int, step: int, how: str = "phase") -> None:
+        self.rank, self.step, self.how = rank, step, how
+
+    def on_train_step_start(self, state: object, unit: object) -> None:
+        if get_rank() != self.rank or unit.train_progress.num_steps_completed != self.step:  # type: ignore[attr-defined]
+            return
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def fail(*args: object) -> None:
+            raise ZeroDivisionError("planted by a test")
+
+        unit.stage.forward = fail  # type: ignore[attr-defined]

@@ -22,6 +22,7 @@ from typing import Any
 SCHEDULES = ("wavek", "gpipe_2nd")
 SPLITS = ("merged", "eager")
 OVERSIZE = ("warn", "error")
+ON_NAN = ("error", "skip")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,13 +50,17 @@ class JanusConfig:
     """Graphs that the sampler's `max_atoms` keeps out: `warn` (count them, list their ids in the run folder) or
     `error`."""
 
+    on_nan: str = "error"
+    """NaN or Inf in labels, predictions, loss or gradients: `error` (end the job, naming the graphs) or `skip` (leave
+    the step out on every rank and note its graphs in `bad_samples.csv` in the run folder)."""
+
     debug_checksums: bool = False
     """Compare a checksum of every batch over the ranks of a replica. Costs one small all-gather a step."""
 
     def __post_init__(self) -> None:
         for name in ("pipeline_size", "num_micro_batches", "wave_size"):
             self._check_positive(name)
-        for name, choices in (("schedule", SCHEDULES), ("split", SPLITS), ("oversize", OVERSIZE)):
+        for name, choices in (("schedule", SCHEDULES), ("split", SPLITS), ("oversize", OVERSIZE), ("on_nan", ON_NAN)):
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"janus.{name} must be one of {', '.join(choices)}, got {value!r}")

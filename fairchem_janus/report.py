@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ from fairchem.core.common.distutils import is_master
 from fairchem.core.units.mlip_unit.mlip_unit import Task
 from omegaconf import DictConfig
 
+from fairchem_janus.engine.finite import BadSample
 from fairchem_janus.engine.step import StepReport
 
 
@@ -93,6 +95,22 @@ class StepReporter:
             per_step = (time.perf_counter() - self._started) / done
             line += f" | ETA {timedelta(seconds=round(per_step * max(0, self.total_steps - step - 1)))}"
         return line
+
+    def left_out(self, step: int, bad: Sequence[BadSample]) -> None:
+        """Report a step that was not taken; a line for every graph with a bad value goes to `bad_samples.csv`."""
+        if not self.active:
+            return
+        path = os.path.join(os.path.dirname(self.path), "bad_samples.csv")
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        new = not os.path.exists(path)
+        with open(path, "a", newline="") as file:
+            writer = csv.writer(file)
+            if new:
+                writer.writerow(["step", "phase", "graph"])
+            writer.writerows((step, sample.phase, sample.graph) for sample in bad)
+        phases = ", ".join(dict.fromkeys(sample.phase for sample in bad))
+        logging.warning(f"step {step} left out: NaN or Inf in {phases}; the graphs are in {path}")
+        self._append({"step": step, "left_out": [[sample.phase, sample.graph] for sample in bad]})
 
     def evaluation(self, metrics: dict[str, Any], *, step: int) -> None:
         """Report one evaluation; `metrics` has fairchem's names (`val/...`)."""

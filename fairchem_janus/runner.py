@@ -38,7 +38,7 @@ from fairchem_janus.model.checks import ModelSettings, check_model, read_model_s
 from fairchem_janus.parallel.topology import Grid, Topology
 from fairchem_janus.parallel.watch import FailureWatch
 from fairchem_janus.report import run_folder
-from fairchem_janus.summary import describe_run
+from fairchem_janus.summary import describe_run, describe_stages
 from fairchem_janus.unit import JanusTrainEvalUnit
 
 LOADERS = ("train_dataloader", "eval_dataloader")
@@ -102,6 +102,7 @@ class JanusRunner(TrainEvalRunner):
         super().__init__(**{key: build(key, value) for key, value in children.items()})
         if grid.rank == 0:
             logging.info("\n%s", describe_run(config, grid, settings, self.train_dataloader, self.eval_dataloader))
+            logging.info("\n%s", describe_stages(self.train_eval_unit.stage_parameters))
 
     def prepare_model(self, model: torch.nn.Module) -> None:
         """Called with the built, unsplit model before it is cut; for subclasses."""
@@ -138,13 +139,14 @@ def _check_children(children: Mapping[str, Any]) -> None:
     for key in (*LOADERS, "train_eval_unit"):
         if not OmegaConf.is_config(children.get(key)):
             raise ValueError(
-                f"runner.{key} must reach JanusRunner as configuration, not as an object: add _recursive_: false to the "
-                "runner (on the command line: +runner._recursive_=false)"
+                f"runner.{key} must reach JanusRunner as configuration, not as an object: add _recursive_: false to "
+                "the runner (on the command line: +runner._recursive_=false)"
             )
     target = children["train_eval_unit"]["_target_"]
     if get_object(target) is not MLIPTrainEvalUnit:
         raise ValueError(
-            f"runner.train_eval_unit._target_ is {target}; janus replaces fairchem's MLIPTrainEvalUnit and knows no other"
+            f"runner.train_eval_unit._target_ is {target}; janus replaces fairchem's MLIPTrainEvalUnit and knows no "
+            "other"
         )
 
 

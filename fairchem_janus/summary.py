@@ -10,8 +10,8 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 
 from fairchem_janus.config import JanusConfig
+from fairchem_janus.model.build import StageParameters
 from fairchem_janus.model.checks import ModelSettings
-from fairchem_janus.model.partition import partition_blocks
 from fairchem_janus.parallel.topology import Grid
 
 
@@ -26,11 +26,9 @@ def describe_run(
     table = Table(title="fairchem-janus", title_justify="left")
     for column in ("what", "in the job file", "here"):
         table.add_column(column, overflow="fold")
-    blocks = partition_blocks(settings.num_blocks, grid.P)
-    shown = ", ".join(f"{r.start}-{r.stop - 1}" if len(r) > 1 else f"{r.start}" for r in blocks)
     n = config.num_micro_batches
     table.add_row("ranks", f"{grid.D * grid.P * grid.G} x data parallel", str(grid))
-    table.add_row("backbone", settings.backbone_class.__name__, f"blocks {shown} on stages 0-{grid.P - 1}")
+    table.add_row("backbone", settings.backbone_class.__name__, f"{settings.num_blocks} blocks over {grid.P} stage(s)")
     table.add_row("runner", "TrainEvalRunner", "JanusRunner")
     table.add_row("train_eval_unit", "MLIPTrainEvalUnit", "JanusTrainEvalUnit")
     table.add_row("a sampler's batch", "one step of a rank", f"one micro-batch; {n} make a step of a replica")
@@ -39,6 +37,27 @@ def describe_run(
         table.add_row(f"{name} steps an epoch", f"{len(loader.batch_sampler.batches)} batches", f"{len(loader)} steps")
     wave = f", k = {config.wave_size}" if config.schedule == "wavek" else ""
     table.add_row("schedule", "-", f"{config.schedule}{wave}; split {config.split}")
+    return _rendered(table)
+
+
+def describe_stages(stages: list[StageParameters]) -> str:
+    """A table of the stages: their blocks, their own parameters, and the replicated ones, which count once."""
+    table = Table(title="parameters per stage", title_justify="left", show_footer=True)
+    total = sum(stage.own for stage in stages) + stages[0].replicated
+    table.add_column("stage", "all")
+    table.add_column("blocks", f"{sum(len(stage.blocks) for stage in stages)}")
+    table.add_column("own", f"{sum(stage.own for stage in stages):,}", justify="right")
+    table.add_column("replicated", f"{stages[0].replicated:,}", justify="right")
+    table.add_column("share", f"{total:,}", justify="right")
+    for index, stage in enumerate(stages):
+        first, last = stage.blocks.start, stage.blocks.stop - 1
+        blocks = f"{first}" if first == last else f"{first}-{last}"
+        share = f"{(stage.own + stage.replicated) / total:.1%}"
+        table.add_row(str(index), blocks, f"{stage.own:,}", f"{stage.replicated:,}", share)
+    return _rendered(table)
+
+
+def _rendered(table: Table) -> str:
     text = io.StringIO()
     Console(file=text, width=110).print(table)
     return text.getvalue().rstrip()

@@ -30,11 +30,12 @@ from torchtnt.framework import State, TrainUnit
 
 from fairchem_janus import checkpoint
 from fairchem_janus.config import JanusConfig
+from fairchem_janus.engine.finite import BadSample, NonFiniteError, bad_labels
 from fairchem_janus.engine.gradients import GradientBuffer
-from fairchem_janus.engine.runtime import Runtime
+from fairchem_janus.engine.runtime import Runtime, StepResult
 from fairchem_janus.engine.step import StepReport, reduce_report
 from fairchem_janus.evaluation import JanusEvalUnit
-from fairchem_janus.model.build import build_stage
+from fairchem_janus.model.build import build_stage, stage_parameters
 from fairchem_janus.model.stage import Stage
 from fairchem_janus.parallel.loss import set_normalisers, with_global_losses
 from fairchem_janus.parallel.topology import Topology
@@ -94,6 +95,7 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         if profile_flops:
             logging.warning("profile_flops runs the whole model on one rank and is ignored by janus")
 
+        self.stage_parameters = stage_parameters(model, topology.grid.P)
         self.num_params = sum(p.numel() for p in model.parameters())
         self.unsplit_parameters = [name for name, _ in model.named_parameters()]
         grid = topology.grid
@@ -107,8 +109,15 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
 
         self.gradients = GradientBuffer(self.stage, topology)
         autocast_dtype = torch.bfloat16 if bf16 else None
+        skip = janus.on_nan == "skip"
         self.runtime = Runtime(
-            self.stage, topology, self.tasks, self.gradients, split=janus.split, autocast_dtype=autocast_dtype
+            self.stage,
+            topology,
+            self.tasks,
+            self.gradients,
+            split=janus.split,
+            autocast_dtype=autocast_dtype,
+            skip_non_finite=skip,
         )
         eval_model = model if self.ema_model is None else self.ema_model.module
         eval_stage = Stage(eval_model, index=grid.p, num_stages=grid.P, blocks=self.stage.blocks)
@@ -116,7 +125,7 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         # fairchem evaluates without autocast, whatever bf16 says
         self.eval_unit = JanusEvalUnit(
             job_config=job_config,
-            runtime=Runtime(eval_stage, topology, self.tasks, None),
+            runtime=Runtime(eval_stage, topology, self.tasks, None, skip_non_finite=skip),
             prepare=self.prepare,
             tf32=tf32,
         )
@@ -156,6 +165,9 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         step = self.train_progress.num_steps_completed
         report = self.compute_gradients(data, step)
         self.last_loss, self.last_grad_norm = report.loss, report.grad_norm
+        if not report.is_finite:
+            self._leave_out(step, report, data)
+            return
         if self.debug_checksums_save_path is not None:
             self._write_checksums(self.debug_checksums_save_path, step, report)
         if self.clip_grad_norm is not None:
@@ -186,7 +198,29 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         with tf32_context_manager(self.tf32):
             result = self.runtime.run(schedule, batches)
             self.gradients.reduce()
+        if self.topology.is_first_stage:
+            self._check_labels(batches, result)
         return reduce_report(result, self.gradients, batches, self.topology, started)
+
+    def _check_labels(self, batches: list[Any], result: StepResult) -> None:
+        found = [sample for batch in batches for sample in bad_labels(self.tasks, batch)]
+        if found and not self.runtime.skip_non_finite:
+            raise NonFiniteError(found)
+        result.bad += found
+
+    def _leave_out(self, step: int, report: StepReport, data: list[Any]) -> None:
+        """Take no step, on any rank: parameters, moving average, optimizer and schedule stay as they are.
+
+        Raises:
+            NonFiniteError: with `on_nan: error`, for gradients that are not finite (all else raised before).
+        """
+        bad = list(report.bad)
+        if not report.num_bad:
+            bad = [BadSample("gradients", name) for batch in data for name in batch["graph_ids"]]
+            if not self.runtime.skip_non_finite:
+                raise NonFiniteError(bad)
+        self.gradients.zero()
+        self.reporter.left_out(step, self.topology.gather_from_replicas(bad))
 
     def _write_checksums(self, folder: str, step: int, report: StepReport) -> None:
         """fairchem's debugging files, one a rank and step, for the parameters of this stage."""

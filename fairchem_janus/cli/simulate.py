@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from fairchem_janus.schedule import Schedule, Simulation
+    from fairchem_janus.schedule import Phase, Schedule, Simulation
 
 
 def register(app: typer.Typer) -> None:
@@ -67,7 +68,7 @@ def register(app: typer.Typer) -> None:
             show(planned, result)
 
 
-def parse_phase_times(text: str) -> dict[str, float]:
+def parse_phase_times(text: str) -> dict[Phase, float | Sequence[float]]:
     """Read `FE,FF,BF,BE` times such as `1,1.9,3.6,2.6`. Raises ValueError unless these are four numbers."""
     from fairchem_janus.schedule import TRAINING_PHASES
 

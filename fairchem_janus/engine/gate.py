@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from fairchem.core.units.mlip_unit.mlip_unit import Task, compute_loss
 
+from fairchem_janus.engine.finite import BadSample, NonFiniteError, graph_names, graphs_with_bad_rows
 from fairchem_janus.model.heads import Given
 from fairchem_janus.model.stage import Stage
+from fairchem_janus.parallel.loss import NonFiniteLossError
 
 
 @dataclass(slots=True)
@@ -43,13 +45,19 @@ def pass_gate(
         training: whether to differentiate the loss.
 
     Raises:
-        NonFiniteLossError: see `GlobalLoss`.
+        NonFiniteError: a prediction or a loss is NaN or infinite.
     """
+    for tensor in message:
+        if graphs := graphs_with_bad_rows(tensor, data):
+            raise NonFiniteError([BadSample("forward", name) for name in graph_names(data, graphs)])
     leaves = [tensor.detach().requires_grad_() for tensor in message]
     energy, grad_pos, grad_cell = (*leaves, None, None)[:3]
     with torch.enable_grad():
         predictions = stage.predictions(data, Given(energy, grad_pos, grad_cell))
-        losses = compute_loss(tasks, predictions, data)
+        try:
+            losses = compute_loss(tasks, predictions, data)
+        except NonFiniteLossError as error:
+            raise NonFiniteError([BadSample("loss", name) for name in graph_names(data, error.graphs)]) from error
         cotangents = []
         if training:
             total = torch.stack([value.to(torch.float64) for value in losses.values()]).sum()
@@ -58,6 +66,11 @@ def pass_gate(
     values = torch.stack([value.detach().to(torch.float64) for value in losses.values()])
     detached = {} if training else _detach(predictions)
     return GateResult(values, cotangents, detached)
+
+
+def shut_gate(tasks: Sequence[Task], message: list[torch.Tensor]) -> GateResult:
+    """What passes for a micro-batch whose step is going to be left out: nothing, so that the pipeline runs on."""
+    return GateResult(torch.zeros(len(tasks), dtype=torch.float64), [torch.zeros_like(x) for x in message], {})
 
 
 def _detach(value: Any) -> Any:

@@ -128,8 +128,12 @@ class Phases:
         if self.stage.is_first:
             pairs += [(r, x) for r, x in zip(mb.root, from_next, strict=True) if x is not None and r.requires_grad]
         parameters = self._parameters()
-        grads = self._grad(mb, pairs, [*parameters, *mb.received], retain_graph=False)
-        self._accumulate(grads[: len(parameters)])
+        inputs = [*parameters, *mb.received]
+        if self.stage.trains:
+            grads = self._grad(mb, pairs, inputs, retain_graph=False)
+            self._accumulate(grads[: len(parameters)])
+        else:  # frozen from here down: what is sent on reaches nothing
+            grads, mb.second_order, from_next = [None] * len(inputs), [], [None] * len(mb.root)
         to_previous = []
         if not self.stage.is_first:
             first_order = grads[len(parameters) :]

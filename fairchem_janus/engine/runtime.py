@@ -13,12 +13,12 @@ from fairchem.core.units.mlip_unit.mlip_unit import Task
 
 from fairchem_janus.engine.channel import Inbound, Outbound
 from fairchem_janus.engine.context import MicroBatch
-from fairchem_janus.engine.gate import GateResult, pass_gate
+from fairchem_janus.engine.finite import BadSample, NonFiniteError
+from fairchem_janus.engine.gate import GateResult, pass_gate, shut_gate
 from fairchem_janus.engine.gradients import GradientBuffer
 from fairchem_janus.engine.messages import message_specs
 from fairchem_janus.engine.phases import Phases
 from fairchem_janus.model.stage import Stage
-from fairchem_janus.parallel.loss import NonFiniteLossError
 from fairchem_janus.parallel.topology import Topology
 from fairchem_janus.schedule import Action, Phase, Schedule
 from fairchem_janus.schedule.dataflow import inbound
@@ -34,10 +34,12 @@ class StepResult:
 
     Attributes:
         losses: sum over this replica's micro-batches of each task's loss [num_tasks], float64; zero but on stage 0.
+        bad: graphs with values that are not finite, found at the gate.
         gates: what each micro-batch gave at the gate, by its number (evaluation, stage 0).
     """
 
     losses: torch.Tensor
+    bad: list[BadSample] = field(default_factory=list)
     gates: dict[int, GateResult] = field(default_factory=dict)
 
 
@@ -49,6 +51,7 @@ class Runtime:
         tasks: with `GlobalLoss`es whose normalisers are set before every step.
         gradients: None for evaluation.
         autocast_dtype: bfloat16 to run the forwards under autocast, as fairchem's `bf16` does; None for none.
+        skip_non_finite: note NaN and Inf at the gate in the result and go on, instead of raising.
     """
 
     def __init__(
@@ -60,12 +63,14 @@ class Runtime:
         *,
         split: str = "merged",
         autocast_dtype: torch.dtype | None = None,
+        skip_non_finite: bool = False,
     ) -> None:
         self.stage = stage
         self.topology = topology
         self.tasks = tasks
         self.training = gradients is not None
         self.autocast_dtype = autocast_dtype
+        self.skip_non_finite = skip_non_finite
         self.phases = Phases(stage, gradients, split)
         self._in_flight: dict[int, MicroBatch] = {}
         self._cotangents: dict[int, list[torch.Tensor]] = {}
@@ -142,8 +147,16 @@ class Runtime:
         return torch.autocast(device_type=self.topology.device.type, dtype=self.autocast_dtype)
 
     def _pass_gate(self, index: int, data: Any, message: list[torch.Tensor], result: StepResult) -> None:
-        with self._autocast():
-            gate = pass_gate(self.stage, self.tasks, data, message, training=self.training)
+        try:
+            with self._autocast():
+                gate = pass_gate(self.stage, self.tasks, data, message, training=self.training)
+        except NonFiniteError as error:
+            if not self.skip_non_finite:
+                raise
+            result.bad += error.samples
+            gate = shut_gate(self.tasks, message)
+            if not self.training:
+                return
         result.losses += gate.losses.cpu()
         if self.training:
             self._cotangents[index] = gate.cotangents
@@ -159,8 +172,8 @@ class Runtime:
 
     def _explain(self, error: Exception, action: Action, data: Any) -> PhaseError:
         ids = list(data.get("graph_ids", []))
-        if isinstance(error, NonFiniteLossError) and ids:
-            ids = [ids[graph] for graph in error.graphs]
+        if isinstance(error, NonFiniteError):
+            ids = [sample.graph for sample in error.samples]
         shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
         where = traceback.extract_tb(error.__traceback__)[-1]
         return PhaseError(

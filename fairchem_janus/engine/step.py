@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fairchem_janus.engine.finite import BadSample
 from fairchem_janus.engine.gradients import GradientBuffer
 from fairchem_janus.engine.runtime import StepResult
 from fairchem_janus.parallel.topology import Topology
@@ -25,6 +26,8 @@ class StepReport:
         losses: each task's loss, coefficient included.
         grad_norm: L2 norm of the gradient over all stages, before clipping.
         num_atoms, num_graphs: in the global batch.
+        bad: graphs of this rank's micro-batches with values that are not finite.
+        num_bad: their number over all ranks.
         seconds: wall time of the step on this rank, forward to reduced gradients.
     """
 
@@ -33,7 +36,14 @@ class StepReport:
     grad_norm: float
     num_atoms: int
     num_graphs: int
+    bad: list[BadSample]
+    num_bad: int
     seconds: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the step may be taken."""
+        return self.num_bad == 0 and math.isfinite(self.grad_norm)
 
 
 def reduce_report(
@@ -43,17 +53,20 @@ def reduce_report(
     counts = [0.0, 0.0]
     if topology.is_first_stage:
         counts = [float(sum(b["pos"].shape[0] for b in batches)), float(sum(len(b["natoms"]) for b in batches))]
-    parts = torch.cat([torch.tensor([gradients.squared_norm(), *counts], dtype=torch.float64), result.losses.to("cpu")])
+    figures = [gradients.squared_norm(), *counts, float(len(result.bad))]
+    parts = torch.cat([torch.tensor(figures, dtype=torch.float64), result.losses.to("cpu")])
     if dist.is_initialized() and dist.get_world_size() > 1:
         on_device = parts.to(topology.device)
         dist.all_reduce(on_device)
         parts = on_device.cpu()
-    squared_norm, num_atoms, num_graphs, *losses = parts.tolist()
+    squared_norm, num_atoms, num_graphs, num_bad, *losses = parts.tolist()
     return StepReport(
         loss=sum(losses),
         losses=losses,
         grad_norm=math.sqrt(squared_norm),
         num_atoms=int(num_atoms),
         num_graphs=int(num_graphs),
+        bad=result.bad,
+        num_bad=int(num_bad),
         seconds=time.perf_counter() - started,
     )

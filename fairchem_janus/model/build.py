@@ -1,8 +1,8 @@
-"""Names of the unsplit model, and the check that the stages hold every one of them exactly once."""
+"""Which stage holds which parameter, under the names of the unsplit model, and the checks that none is lost."""
 
 from __future__ import annotations
 
-from collections import Counter
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -11,30 +11,64 @@ from fairchem_janus.model.stage import Stage, is_replicated
 from fairchem_janus.model.surgery import cut_to_stage
 
 
+@dataclass(frozen=True, slots=True)
+class StageParameters:
+    """Parameters of one stage.
+
+    Attributes:
+        blocks: indices of its backbone blocks.
+        own: scalar parameters that only this stage holds.
+        replicated: scalar parameters that every stage holds.
+        trains: whether this stage or one before it has anything to train.
+    """
+
+    blocks: range
+    own: int
+    replicated: int
+    trains: bool
+
+
+def stage_parameters(model: nn.Module, num_stages: int) -> list[StageParameters]:
+    """How an unsplit model's parameters fall to the stages.
+
+    Raises:
+        ValueError: the stages' own parameters and the replicated ones, counted once, are not the model's.
+    """
+    ranges = partition_blocks(len(model.backbone.blocks), num_stages)
+    named = list(model.named_parameters())
+    replicated = sum(p.numel() for name, p in named if is_replicated(name))
+    stages, trains = [], False
+    for stage, blocks in enumerate(ranges):
+        held = [(name, p) for name, p in named if belongs_to(name, ranges, stage)]
+        own = sum(p.numel() for name, p in held if not is_replicated(name))
+        trains = trains or any(p.requires_grad for _, p in held)
+        stages.append(StageParameters(blocks, own, replicated, trains))
+    total, expected = sum(s.own for s in stages) + replicated, sum(p.numel() for _, p in named)
+    if total != expected:
+        raise ValueError(
+            f"the stages hold {total:,} different parameters, the unsplit model has {expected:,}: the model has parts "
+            "that janus does not know"
+        )
+    return stages
+
+
 def build_stage(model: nn.Module, *, index: int, num_stages: int) -> Stage:
     """Cut a built, unsplit model to stage `index`, in place.
 
     Raises:
-        ValueError: the stages would not cover the model's parameters exactly.
+        ValueError: the stages would not hold the model's parameters exactly.
     """
-    unsplit = [name for name, _ in model.named_parameters()]
-    ranges = partition_blocks(len(model.backbone.blocks), num_stages)
-    held: Counter[str] = Counter()
-    for stage in range(num_stages):
-        held.update(name for name in unsplit if belongs_to(name, ranges, stage))
-    wrong = [name for name in unsplit if held[name] != (num_stages if is_replicated(name) else 1)]
-    if wrong:
-        raise ValueError(f"parameters that are not held by exactly one stage: {', '.join(wrong)}")
-    blocks = ranges[index]
-    cut_to_stage(model, blocks, is_first=index == 0, is_last=index == num_stages - 1)
-    stage_names = {name for name, _ in model.named_parameters()}
-    expected = {name for name in unsplit if belongs_to(name, ranges, index)}
-    if stage_names != expected:
-        odd = ", ".join(sorted(stage_names ^ expected))
+    parameters = stage_parameters(model, num_stages)
+    ranges = [stage.blocks for stage in parameters]
+    expected = {name for name, _ in model.named_parameters() if belongs_to(name, ranges, index)}
+    cut_to_stage(model, ranges[index], is_first=index == 0, is_last=index == num_stages - 1)
+    found = {name for name, _ in model.named_parameters()}
+    if found != expected:
+        odd = ", ".join(sorted(found ^ expected))
         raise ValueError(
             f"stage {index} holds other parameters than planned: {odd}; the model has parts that janus does not know"
         )
-    return Stage(model, index=index, num_stages=num_stages, blocks=blocks)
+    return Stage(model, index=index, num_stages=num_stages, blocks=ranges[index], trains=parameters[index].trains)
 
 
 def belongs_to(name: str, ranges: list[range], stage: int) -> bool:

@@ -11,13 +11,13 @@ import torch
 from fairchem.core.common.registry import registry
 from fairchem.core.models.base import HydraModel, HydraModelV2
 from fairchem.core.models.uma.escn_md import MLP_EFS_Head, eSCNMDBackbone
-from fairchem.core.models.uma.escn_moe import DatasetSpecificSingleHeadWrapper, eSCNMDMoeBackbone
+from fairchem.core.models.uma.escn_moe import eSCNMDMoeBackbone
 from fairchem.core.units.mlip_unit.mlip_unit import initialize_finetuning_model
 from fairchem.core.units.mlip_unit.utils import update_configs
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-from fairchem_janus.model.heads import SUPPORTED_HEADS
+from fairchem_janus.model.heads import SUPPORTED_HEADS, WRAPPERS
 from fairchem_janus.model.partition import partition_blocks
 
 
@@ -58,7 +58,7 @@ def read_model_settings(model_config: Mapping[str, Any]) -> ModelSettings:
     target = get_object(config["_target_"])
     if target is initialize_finetuning_model:
         return _settings(_finetuning_config(config))
-    if target in (HydraModel, HydraModelV2):
+    if inspect.isclass(target) and issubclass(target, (HydraModel, HydraModelV2)):
         if config.get("finetune_config"):
             config = _starting_checkpoint_config(config)
         return _settings(config)
@@ -128,7 +128,7 @@ def check_model(settings: ModelSettings, *, pipeline_size: int, num_micro_batche
         raise ValueError("backbone.direct_stress is true: janus takes the stress as a gradient; set it to false")
     if backbone["execution_mode"] != "general":
         raise ValueError(
-            f"backbone.execution_mode={backbone['execution_mode']!r} is for inference only; set it to 'general' to train"
+            f"backbone.execution_mode={backbone['execution_mode']!r} is for inference only; set it to 'general'"
         )
     if backbone["chg_spin_emb_type"] == "lin_emb":
         raise ValueError(
@@ -159,17 +159,17 @@ def _check_heads(settings: ModelSettings) -> None:
     supported = ", ".join(cls.__name__ for cls in SUPPORTED_HEADS)
     if len(settings.heads) != 1:
         raise ValueError(
-            f"the model has {len(settings.heads)} heads ({', '.join(settings.heads) or 'none'}); janus trains exactly one "
-            f"energy-force head ({supported}), which gives energy, forces and stress together"
+            f"the model has {len(settings.heads)} heads ({', '.join(settings.heads) or 'none'}); janus trains exactly "
+            f"one energy-force head ({supported}), which gives energy, forces and stress together"
         )
     for name, head in settings.heads.items():
         head_class = _class_of(head.get("module") or head.get("_target_"))
-        inner = _class_of(head.get("head_cls")) if head_class is DatasetSpecificSingleHeadWrapper else head_class
+        inner = _class_of(head.get("head_cls")) if head_class in WRAPPERS else head_class
         if head_class not in SUPPORTED_HEADS or inner is not MLP_EFS_Head:
             shown = head.get("module") or head.get("_target_")
             within = f" around {head['head_cls']}" if head.get("head_cls") else ""
             raise ValueError(
-                f"head {name!r} is {shown}{within}; janus trains {supported}, the wrapper around MLP_EFS_Head. "
+                f"head {name!r} is {shown}{within}; janus trains {supported}, wrappers around MLP_EFS_Head only. "
                 "Use fairchem.core.models.uma.escn_md.MLP_EFS_Head (with backbone.regress_forces=false for energies "
                 "alone)"
             )

@@ -18,12 +18,15 @@ from typing import Any
 
 import torch
 from fairchem.core.models.uma.escn_md import MLP_EFS_Head
-from fairchem.core.models.uma.escn_moe import DatasetSpecificSingleHeadWrapper
+from fairchem.core.models.uma.escn_moe import DatasetSpecificMoEWrapper, DatasetSpecificSingleHeadWrapper
 from fairchem.core.models.uma.outputs import compute_energy, compute_forces, compute_forces_and_stress
 from torch import nn
 
-SUPPORTED_HEADS: tuple[type, ...] = (MLP_EFS_Head, DatasetSpecificSingleHeadWrapper)
-"""Heads that can be split; a wrapper's inner head must be an MLP_EFS_Head."""
+WRAPPERS: tuple[type, ...] = (DatasetSpecificSingleHeadWrapper, DatasetSpecificMoEWrapper)
+"""Heads around an inner head, which must be an MLP_EFS_Head."""
+
+SUPPORTED_HEADS: tuple[type, ...] = (MLP_EFS_Head, *WRAPPERS)
+"""Heads that can be split."""
 
 
 @dataclass(slots=True)
@@ -77,7 +80,7 @@ class SplitEFSHead(MLP_EFS_Head):
 
 def inner_head(head: nn.Module) -> nn.Module:
     """The energy-force head inside a wrapper, or the head itself."""
-    return head.head if isinstance(head, DatasetSpecificSingleHeadWrapper) else head
+    return head.head if isinstance(head, WRAPPERS) else head
 
 
 def split_head(head: nn.Module) -> None:

@@ -18,9 +18,9 @@ def partition_blocks(num_blocks: int, num_stages: int) -> list[range]:
     """
     if num_stages > num_blocks:
         raise ValueError(
-            f"janus.pipeline_size={num_stages} is larger than the number of backbone blocks ({num_blocks}): every stage "
-            f"needs at least one. Set runner.janus.pipeline_size to at most {num_blocks}, or use a model with more "
-            "blocks (backbone.num_layers)."
+            f"janus.pipeline_size={num_stages} is larger than the number of backbone blocks ({num_blocks}): every "
+            f"stage needs at least one. Set runner.janus.pipeline_size to at most {num_blocks}, or use a model with "
+            "more blocks (backbone.num_layers)."
         )
     base, extra = divmod(num_blocks, num_stages)
     order = [*range(1, num_stages), 0]

@@ -62,10 +62,15 @@ class StageOutput:
 
 
 class Stage:
-    """A cut model with its place in the pipeline."""
+    """A cut model with its place in the pipeline.
 
-    def __init__(self, model: nn.Module, *, index: int, num_stages: int, blocks: range) -> None:
+    Attributes:
+        trains: whether this stage or one before it has parameters to train; if not, BE has nothing to do here.
+    """
+
+    def __init__(self, model: nn.Module, *, index: int, num_stages: int, blocks: range, trains: bool = True) -> None:
         self.model = model
+        self.trains = trains
         self.index = index
         self.num_stages = num_stages
         self.blocks = blocks
@@ -113,7 +118,8 @@ class Stage:
 
     def predictions(self, data: Any, given: Given) -> dict[str, Any]:
         """fairchem's prediction dictionary, from energies and their derivatives (stage 0)."""
-        return self._run_heads(data, {"given": given, "batch": data["batch"]})
+        with self.mole_state(None):
+            return self._run_heads(data, {"given": given, "batch": data["batch"]})
 
     def _run_heads(self, data: Any, emb: dict[str, Any]) -> dict[str, Any]:
         """The head loop of `HydraModel.forward`."""

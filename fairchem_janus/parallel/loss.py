@@ -110,8 +110,8 @@ def with_global_losses(tasks: Sequence[Task]) -> list[Task]:
     for task in tasks:
         if type(task.loss_fn) is not DDPMTLoss:
             raise ValueError(
-                f"task {task.name!r} has a loss of type {type(task.loss_fn).__name__}; janus normalises losses over the "
-                "whole global batch and knows fairchem.core.modules.loss.DDPMTLoss only"
+                f"task {task.name!r} has a loss of type {type(task.loss_fn).__name__}; janus normalises losses over "
+                "the whole global batch and knows fairchem.core.modules.loss.DDPMTLoss only"
             )
         # Hydra may hand tasks over as structured configurations, which cannot be copied like the dataclass
         parts = {part.name: getattr(task, part.name) for part in fields(Task)}

@@ -12,6 +12,7 @@ fairchem's own graph-parallel groups (contiguous ranks) stay right. P = 2, D = 2
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -128,6 +129,16 @@ class Topology:
         assert own is not None
         self._own_groups.append(own)
         return own
+
+    def gather_from_replicas(self, items: list[Any]) -> list[Any]:
+        """The lists of every replica's stage 0 joined; every rank of the world must call this."""
+        grid = self.grid
+        everyone: list[list[Any]] = [items]
+        if grid.D * grid.P * grid.G > 1:
+            everyone = [[] for _ in range(grid.D * grid.P * grid.G)]
+            dist.all_gather_object(everyone, items)
+        first = [Grid(grid.D, grid.P, grid.G, rank).p == 0 for rank in range(len(everyone))]
+        return [item for own, counts in zip(everyone, first, strict=True) if counts for item in own]
 
     @property
     def is_first_stage(self) -> bool:

@@ -73,15 +73,15 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """An ordered list of actions for each of `num_stages` pipeline ranks.
-
-    `rows[r]` is what rank r executes, in order. Nothing is checked here: see `validate`.
-    """
+    """An ordered list of actions for each of `num_stages` pipeline ranks. Nothing is checked here: see `validate`."""
 
     num_stages: int
     num_micro_batches: int
     rows: tuple[tuple[Action, ...], ...]
+    """`rows[r]` is what rank r executes, in order."""
     name: str = "custom"
+    recompute: bool = False
+    """Whether FF rebuilds FE's graph even on the rank that ran FE (on another rank it always does). Not in the CSV."""
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -91,8 +91,14 @@ class Schedule:
 
     @property
     def is_folded(self) -> bool:
-        """Whether all phases of stage s run in row s (SymFold): FF then differentiates the graph that FE built."""
-        return all(action.stage == row for row, actions in enumerate(self.rows) for action in actions)
+        """Whether stage s has all its phases in row s, and FF differentiates the very graph that FE built (SymFold)."""
+        return not self.recompute and all(
+            action.stage == row for row, actions in enumerate(self.rows) for action in actions
+        )
+
+    def recomputes(self, stage: int, row: int) -> bool:
+        """Whether FF of a stage, running in `row`, first recomputes FE."""
+        return self.recompute or not any(a.phase is Phase.FE and a.stage == stage for a in self.rows[row])
 
     def truncated(self, num_micro_batches: int) -> Schedule:
         """Return this schedule without the actions of micro-batches `num_micro_batches` and above.

@@ -21,10 +21,10 @@ from fairchem_janus.schedule.dataflow import dependencies, row_of_each_action
 
 def lower_bound(schedule: Schedule, costs: Costs) -> float:
     """Return a time that no schedule with the same actions in each row can beat; `schedule` must be complete."""
-    scale = costs.micro_batch_scale
+    scales = costs.scales
     row_of = row_of_each_action(schedule)
     works = works_of(schedule, costs)
-    smallest, largest = scale.index(min(scale)), scale.index(max(scale))
+    smallest, largest = scales.index(min(scales)), scales.index(max(scales))
     heads, tails = _ways(smallest, schedule.num_stages, costs, row_of, works)
     chain_heads, chain_tails = _ways(largest, schedule.num_stages, costs, row_of, works)
     bounds = [head + works[action].duration + chain_tails[action] for action, head in chain_heads.items()]

@@ -28,7 +28,7 @@ class Caps:
     max_ff_graphs: int | None = None
     """FF graphs, each alive from FF to BF; None: no limit."""
     memory_budget: float = math.inf
-    """Memory of all live graphs together, in the unit of `Costs.fe_graph_size`."""
+    """Memory of all live graphs together, in the unit of `Costs.fe_graph_size`; FE leaves room for one FF graph."""
 
     def __post_init__(self) -> None:
         for name in ("max_in_flight", "max_ff_graphs"):
@@ -61,8 +61,8 @@ class Work(NamedTuple):
 def work_of(costs: Costs, action: Action, *, recompute: bool = False, training: bool = True) -> Work:
     """Return what an action costs its rank.
 
-    An FE graph lives from FE to BE (evaluation: to FF), an FF graph from FF to BF (evaluation keeps none). `recompute`
-    says that the rank of FF and BF is not that of FE: FF then runs FE first, and that graph lives from FF to BF.
+    An FE graph lives from FE to BE (evaluation: to FF), an FF graph from FF to BF (evaluation keeps none). With
+    `recompute`, FF runs FE first, and that graph lives from FF to BF.
     """
     phase, stage, micro_batch = action.phase, action.stage, action.micro_batch
     deferred = costs.deferrable_time(phase, stage, micro_batch)
@@ -75,17 +75,18 @@ def work_of(costs: Costs, action: Action, *, recompute: bool = False, training: 
         Phase.BF: (-int(recompute), -1),
         Phase.BE: (-1, 0),
     }[phase]
-    scale = costs.micro_batch_scale[micro_batch]
-    fe_memory, ff_memory = fe * scale * costs.fe_graph_size[stage], ff * scale * costs.ff_graph_size[stage]
+    scale = costs.scales[micro_batch]
+    fe_memory, ff_memory = fe * scale * costs.fe_graph_sizes[stage], ff * scale * costs.ff_graph_sizes[stage]
     return Work(duration, deferred, fe, ff, fe_memory, ff_memory)
 
 
 def works_of(schedule: Schedule, costs: Costs) -> dict[Action, Work]:
     """Return what each action of a schedule costs its rank."""
     training = schedule.phases == TRAINING_PHASES
-    energy_rows = {(row, a.stage) for row, actions in enumerate(schedule.rows) for a in actions if a.phase is Phase.FE}
+    stages_of = [{action.stage for action in actions} for actions in schedule.rows]
+    again = {(row, s): schedule.recomputes(s, row) for row, stages in enumerate(stages_of) for s in stages}
     return {
-        action: work_of(costs, action, recompute=(row, action.stage) not in energy_rows, training=training)
+        action: work_of(costs, action, recompute=again[row, action.stage], training=training)
         for row, actions in enumerate(schedule.rows)
         for action in actions
     }

@@ -46,18 +46,23 @@ class Costs:
     deferrable_share: float = 0.0
     """Share of BF and BE that is parameter gradients and may run later on the same rank."""
 
+    times: Mapping[Phase, tuple[float, ...]] = field(init=False, repr=False, compare=False)
+    """`phase_times` with one value per stage; likewise the following three."""
+    scales: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    fe_graph_sizes: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    ff_graph_sizes: tuple[float, ...] = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         missing = [str(phase) for phase in TRAINING_PHASES if phase not in self.phase_times]
         if missing:
             raise ValueError(f"phase_times has no time for {', '.join(missing)}: all of FE, FF, BF and BE need one")
-        per_stage = {
-            p: self._expand(f"phase_times[{p}]", self.phase_times[p], self.num_stages) for p in TRAINING_PHASES
-        }
-        scale = self._expand("micro_batch_scale", self.micro_batch_scale, self.num_micro_batches)
-        object.__setattr__(self, "phase_times", per_stage)
-        object.__setattr__(self, "micro_batch_scale", scale)
-        for name in ("fe_graph_size", "ff_graph_size"):
-            object.__setattr__(self, name, self._expand(name, getattr(self, name), self.num_stages))
+        stages = self.num_stages
+        times = {p: self._expand(f"phase_times[{p}]", self.phase_times[p], stages) for p in TRAINING_PHASES}
+        scales = self._expand("micro_batch_scale", self.micro_batch_scale, self.num_micro_batches)
+        object.__setattr__(self, "times", times)
+        object.__setattr__(self, "scales", scales)
+        object.__setattr__(self, "fe_graph_sizes", self._expand("fe_graph_size", self.fe_graph_size, stages))
+        object.__setattr__(self, "ff_graph_sizes", self._expand("ff_graph_size", self.ff_graph_size, stages))
         for phase, size in self.message_sizes.items():
             self._expand(f"message_sizes[{phase}]", size, 1)
         self._expand("link_latency", self.link_latency, 1)
@@ -78,7 +83,7 @@ class Costs:
 
     def time(self, phase: Phase, stage: int, micro_batch: int) -> float:
         """Return the time that a phase takes, deferrable part included."""
-        return self.phase_times[phase][stage] * self.micro_batch_scale[micro_batch]
+        return self.times[phase][stage] * self.scales[micro_batch]
 
     def deferrable_time(self, phase: Phase, stage: int, micro_batch: int) -> float:
         """Return the part of `time` that may run later: `deferrable_share` of BF and BE, nothing of FE and FF."""
@@ -86,4 +91,4 @@ class Costs:
 
     def transfer_time(self, phase: Phase, micro_batch: int) -> float:
         """Return how long the result of a phase occupies a link, without `link_latency`."""
-        return self.message_sizes.get(phase, 0.0) * self.micro_batch_scale[micro_batch] / self.link_bandwidth
+        return self.message_sizes.get(phase, 0.0) * self.scales[micro_batch] / self.link_bandwidth

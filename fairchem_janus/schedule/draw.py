@@ -1,9 +1,10 @@
 """A step drawn for the terminal: one line per rank, time from left to right, one colour per phase.
 
-Without colours the fill tells the phase, and each action starts with its micro-batch::
+Without colours the fill tells the phase, and each action starts with its micro-batch, if there is room for it::
 
-    rank 0 |0-1-2---0====1====.....0########1###...
-    rank 1 |..0-1-2-0====1====2====...
+    rank 0 |0-......0===0#######..............0+++++
+    rank 1 |..0-0===............0#######0+++++......
+    - FE  = FF  # BF  + BE  . idle
 
 The lanes may come from the simulator (`lanes_of`) or from a recorded run: all that is drawn is blocks with a start and
 an end.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fairchem_janus.schedule.action import TRAINING_PHASES, Schedule
+from fairchem_janus.schedule.baselines import hanayo_2nd, one_f_one_b_2nd
 from fairchem_janus.schedule.clock import NO_CAPS, Caps
 from fairchem_janus.schedule.costs import Costs
 from fairchem_janus.schedule.gpipe import gpipe_2nd
@@ -10,7 +11,7 @@ from fairchem_janus.schedule.listing import auto
 from fairchem_janus.schedule.validate import validate
 from fairchem_janus.schedule.wavek import wavek
 
-FAMILIES = ("auto", "wavek", "gpipe_2nd")
+FAMILIES = ("auto", "wavek", "gpipe_2nd", "1f1b_2nd", "1f1b_2nd_contiguous", "hanayo_2nd")
 
 
 def make_schedule(
@@ -42,6 +43,11 @@ def make_schedule(
         schedule = wavek(num_stages=num_stages, num_micro_batches=num_micro_batches, wave_size=wave_size)
     elif name == "gpipe_2nd":
         schedule = gpipe_2nd(num_stages=num_stages, num_micro_batches=num_micro_batches)
+    elif name in ("1f1b_2nd", "1f1b_2nd_contiguous"):
+        contiguous = name.endswith("_contiguous")
+        schedule = one_f_one_b_2nd(num_stages=num_stages, num_micro_batches=num_micro_batches, contiguous=contiguous)
+    elif name == "hanayo_2nd":
+        schedule = hanayo_2nd(num_stages=num_stages, num_micro_batches=num_micro_batches)
     elif name.endswith(".csv"):
         schedule = Schedule.from_csv(name, num_stages=num_stages, num_micro_batches=num_micro_batches)
     else:

@@ -56,10 +56,10 @@ class ListScheduler:
         ]
         self.transfer_times = [[costs.transfer_time(phase, m) for m in micro_batches] for phase in TRAINING_PHASES]
         self.totals = [sum(w.duration + w.deferred for row in works for w in row) for works in self.works]
-        largest = max(costs.micro_batch_scale)
-        self.reserves = [costs.ff_graph_size[s] * largest for s in stages]
+        largest = max(costs.scales)
+        self.reserves = [costs.ff_graph_sizes[s] * largest for s in stages]
         for stage in stages:
-            need = costs.fe_graph_size[stage] * largest + self.reserves[stage]
+            need = costs.fe_graph_sizes[stage] * largest + self.reserves[stage]
             if need > caps.memory_budget * (1 + ROUND_OFF):
                 raise ValueError(
                     f"stage {stage} needs {need:g} for the graphs of the largest micro-batch, above the memory budget "

@@ -1,17 +1,20 @@
 """`auto`: the shortest schedule that a seeded search over list scheduling finds for given costs and caps.
 
-A micro-batch passes 4*P stations: FE down, FF up, BF down, BE up. In an even flow it is at each of them a fixed number
-of micro-batches behind its start; these lags are the priorities of list scheduling (`greedy.py`). They grow along the
-chain, by a step per stage in each phase and by a turn between phases, so seven numbers give them all (P = 3)::
+A micro-batch passes 4*P stations: FE down, FF up, BF down, BE up. In an even flow each of them works a fixed number of
+micro-batches behind the first; these lags are the priorities of list scheduling (`greedy.py`). They grow along the
+chain, evenly within a phase and by a jump where it turns, so seven steps give them all, here 2, 4, 6, 8 for the phases
+and 1 for each turn (P = 3)::
 
-    stage     FE                      FF                      BF          BE
-      0       0                      .. + step_FF             + turn      ..
-      1       step_FE               /                          \\         /
-      2       2 * step_FE  + turn ->                            .. + turn
+              FE       FF       BF       BE
+    stage 0    0        7  -1->  8       23
+               |        ^        |        ^
+    stage 1    1        5       11       19
+               v        |        v        |
+    stage 2    2  -1->  3       14  -1-> 15
 
-Their sum is the lag of the last BE on stage 0, about the number of micro-batches that flow at once. List scheduling
-shows anomalies, a looser cap can make a schedule longer, hence a search: random numbers first, then variations of the
-best. The named families compete on the same costs, so `auto` is never worse than the best of them within the caps.
+The last one is about the number of micro-batches in flight. List scheduling shows anomalies, a looser cap can make a
+schedule longer, hence a search: random steps first, then variations of the best. The named families compete on the
+same costs, so `auto` is never worse than the best of them within the caps.
 """
 
 from __future__ import annotations
@@ -99,9 +102,12 @@ def chain_lags(steps: Sequence[float], num_stages: int) -> list[dict[Phase, floa
 
 
 def _random_steps(rng: random.Random, costs: Costs, caps: Caps) -> list[float]:
-    """Draw seven steps whose sum is of the order of the micro-batches that can be in flight."""
+    """Draw seven steps whose sum is of the order of the micro-batches in flight: as many as the cap, but at most 3*P.
+
+    More than that is hardly ever of use, and costs memory.
+    """
     steps = [rng.expovariate(1.0) for _ in range(7)]
-    in_flight = min(caps.max_in_flight or costs.num_micro_batches, costs.num_micro_batches)
+    in_flight = min(caps.max_in_flight or math.inf, costs.num_micro_batches, 3 * costs.num_stages)
     total = rng.uniform(0.3, 1.5) * in_flight
     return [step * total / sum(steps) for step in steps]
 

@@ -95,7 +95,7 @@ def _execute(
     for link, sent in messages(schedule).items():
         for message in sent:
             consumers[message.producer].append((link, message.consumer))
-    reserve = max(costs.ff_graph_size) * max(costs.micro_batch_scale)
+    reserve = max(costs.ff_graph_sizes) * max(costs.scales)
     clocks = [RankClock(caps, reserve) for _ in schedule.rows]
     link_free: dict[tuple[int, int], float] = defaultdict(float)
     arrivals: dict[tuple[Action, Action], float] = {}
@@ -129,6 +129,6 @@ def _critical_path(
     """Follow the causes back from the last action of the rank that ends last."""
     ends = [(clock.free, actions[-1]) for clock, actions in zip(clocks, schedule.rows, strict=True) if actions]
     path = [max(ends, key=lambda pair: pair[0])[1]] if ends else []
-    while path and causes[path[-1]] is not None:
-        path.append(causes[path[-1]])
+    while path and (cause := causes[path[-1]]) is not None:
+        path.append(cause)
     return tuple(reversed(path))

@@ -2,10 +2,10 @@
 
 An error shows the part of the grid around the mistake, with the cell marked and row and column named::
 
-    row 2 (rank 1), column 3: FF1 is listed twice; it already stands in row 2, column 2
-             1      2      3      4
-    row 1   FE0    FE1    FF0    FF1  ...
-    row 2   FE0    FF1  > FF1 <  BF0  ...
+    schedule 'mine', row 2 (rank 1), column 2: BF0 stands before FF0, which it needs (column 3)
+            1      2      3    4
+    row 1  FE0    FF0    BF0  BE0
+    row 2  FE0  > BF0 <  FF0  BE0
 """
 
 from __future__ import annotations
@@ -136,17 +136,17 @@ def _check_runs(schedule: Schedule, place: dict[Action, tuple[int, int]]) -> Non
                 done.add(actions[position[row]])
                 position[row] += 1
                 progress = True
-    for row, actions in enumerate(schedule.rows):
-        if position[row] < len(actions):
-            action = actions[position[row]]
-            for needed in dependencies(action, schedule.num_stages):
-                needed_row, needed_column = place[needed]
-                if needed_row == row and needed_column > position[row]:
-                    reason = f"{action.cell(row)} stands before {needed.cell(row)}, which it needs"
-                    raise ScheduleError(schedule, row, position[row], f"{reason} (column {needed_column + 1})")
-    for row, actions in enumerate(schedule.rows):
-        if position[row] < len(actions):
-            raise ScheduleError(schedule, row, position[row], _describe_deadlock(schedule, place, position, row))
+    stuck = [row for row, actions in enumerate(schedule.rows) if position[row] < len(actions)]
+    for row in stuck:
+        action = schedule.rows[row][position[row]]
+        for wanted in dependencies(action, schedule.num_stages):
+            wanted_row, wanted_column = place[wanted]
+            if wanted_row == row and wanted_column > position[row]:
+                reason = f"{action.cell(row)} stands before {wanted.cell(row)}, which it needs"
+                raise ScheduleError(schedule, row, position[row], f"{reason} (column {wanted_column + 1})")
+    if stuck:
+        reason = _describe_deadlock(schedule, place, position, stuck[0])
+        raise ScheduleError(schedule, stuck[0], position[stuck[0]], reason)
 
 
 def _describe_deadlock(schedule: Schedule, place: dict[Action, tuple[int, int]], position: list[int], row: int) -> str:
@@ -182,15 +182,15 @@ def _check_caps(schedule: Schedule, max_in_flight: int | None, max_ff_graphs: in
 def live_graphs(schedule: Schedule, row: int) -> list[tuple[int, int]]:
     """Return, for each action of a row, how many FE and FF graphs are alive on that rank while it runs.
 
-    An FE graph lives from FE to BE, in evaluation to FF. Where FF runs on another rank than FE, it recomputes FE and
-    keeps that graph until BF. An FF graph lives from FF to BF; evaluation keeps none.
+    An FE graph lives from FE to BE, in evaluation to FF; one that FF recomputed lives until BF. An FF graph lives from
+    FF to BF; evaluation keeps none.
     """
     training = schedule.phases == TRAINING_PHASES
-    here = {a.stage for a in schedule.rows[row] if a.phase is Phase.FE}
+    again = {s: schedule.recomputes(s, row) for s in {action.stage for action in schedule.rows[row]}}
     fe_graphs = ff_graphs = 0
     counts = []
     for action in schedule.rows[row]:
-        recomputed = action.stage not in here
+        recomputed = again[action.stage]
         if action.phase is Phase.FE or (action.phase is Phase.FF and recomputed):
             fe_graphs += 1
         if action.phase is Phase.FF and training:

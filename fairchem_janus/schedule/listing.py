@@ -52,7 +52,8 @@ def auto(costs: Costs, caps: Caps = NO_CAPS, *, seed: int = 0, num_trials: int |
     """Return the folded schedule of the smallest makespan found, named `auto`; it keeps within `caps` on every rank.
 
     `num_trials` is how many sets of rules the search tries (default: what `SEARCHED_ACTIONS` allows, at least 50). The
-    same arguments give the same schedule. Raises ValueError if one micro-batch exceeds the memory budget.
+    same arguments give the same schedule. Raises ValueError if one micro-batch exceeds the memory budget, and for less
+    than one trial.
     """
     scheduler = ListScheduler(costs, caps)
     rng = random.Random(seed)
@@ -61,6 +62,8 @@ def auto(costs: Costs, caps: Caps = NO_CAPS, *, seed: int = 0, num_trials: int |
     steps, patience, shortest = _random_steps(rng, costs, caps), 0.0, math.inf
     if num_trials is None:
         num_trials = max(50, SEARCHED_ACTIONS // sum(map(len, schedule.rows)))
+    if num_trials < 1:
+        raise ValueError(f"num_trials must be at least 1, got {num_trials}")
     for trial in range(num_trials):
         if trial < RANDOM_SHARE * num_trials:
             new_steps, new_patience = _random_steps(rng, costs, caps), rng.choice(PATIENCES)

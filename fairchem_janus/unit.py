@@ -41,7 +41,7 @@ from fairchem_janus.parallel.loss import set_normalisers, with_global_losses
 from fairchem_janus.parallel.topology import Topology
 from fairchem_janus.prepare import BatchPreparation
 from fairchem_janus.report import StepReporter
-from fairchem_janus.schedule import make_schedule
+from fairchem_janus.schedule import Schedule, make_schedule
 
 
 class JanusTrainEvalUnit(MLIPTrainEvalUnit):
@@ -121,6 +121,7 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         )
         eval_model = model if self.ema_model is None else self.ema_model.module
         eval_stage = Stage(eval_model, index=grid.p, num_stages=grid.P, blocks=self.stage.blocks)
+        self._schedules: dict[int, Schedule] = {}
         self.prepare = BatchPreparation(topology, seed=int(job_config.seed), check=janus.debug_checksums)
         # fairchem evaluates without autocast, whatever bf16 says
         self.eval_unit = JanusEvalUnit(
@@ -189,18 +190,23 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         started = time.perf_counter()
         batches = self.prepare(data, step=step)
         set_normalisers(self.tasks, batches, self.topology.dp_group, self.topology.device)
-        schedule = make_schedule(
-            self.janus.schedule,
-            num_stages=self.topology.grid.P,
-            num_micro_batches=len(batches),
-            wave_size=self.janus.wave_size,
-        )
         with tf32_context_manager(self.tf32):
-            result = self.runtime.run(schedule, batches)
+            result = self.runtime.run(self._schedule(len(batches)), batches)
             self.gradients.reduce()
         if self.topology.is_first_stage:
             self._check_labels(batches, result)
         return reduce_report(result, self.gradients, batches, self.topology, started)
+
+    def _schedule(self, num_micro_batches: int) -> Schedule:
+        """The job's schedule; a last global batch that is not full has one of its own."""
+        if num_micro_batches not in self._schedules:
+            self._schedules[num_micro_batches] = make_schedule(
+                self.janus.schedule,
+                num_stages=self.topology.grid.P,
+                num_micro_batches=num_micro_batches,
+                wave_size=self.janus.wave_size,
+            )
+        return self._schedules[num_micro_batches]
 
     def _check_labels(self, batches: list[Any], result: StepResult) -> None:
         found = [sample for batch in batches for sample in bad_labels(self.tasks, batch)]

@@ -27,7 +27,7 @@ class GateResult:
     Attributes:
         losses: this micro-batch's share of each task's loss [num_tasks], detached.
         cotangents: [uE[, w_pos[, w_cell]]]; empty in evaluation.
-        predictions: fairchem's prediction dictionary; empty in training.
+        predictions: fairchem's prediction dictionary, detached.
     """
 
     losses: torch.Tensor
@@ -64,8 +64,7 @@ def pass_gate(
             grads = torch.autograd.grad(total, leaves, allow_unused=True)
             cotangents = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
     values = torch.stack([value.detach().to(torch.float64) for value in losses.values()])
-    detached = {} if training else _detach(predictions)
-    return GateResult(values, cotangents, detached)
+    return GateResult(values, cotangents, _detach(predictions))
 
 
 def shut_gate(tasks: Sequence[Task], message: list[torch.Tensor]) -> GateResult:

@@ -35,7 +35,7 @@ class StepResult:
     Attributes:
         losses: sum over this replica's micro-batches of each task's loss [num_tasks], float64; zero but on stage 0.
         bad: graphs with values that are not finite, found at the gate.
-        gates: what each micro-batch gave at the gate, by its number (evaluation, stage 0).
+        gates: what each micro-batch gave at the gate, by its number (stage 0).
     """
 
     losses: torch.Tensor
@@ -158,10 +158,9 @@ class Runtime:
             if not self.training:
                 return
         result.losses += gate.losses.cpu()
+        result.gates[index] = gate
         if self.training:
             self._cotangents[index] = gate.cotangents
-        else:
-            result.gates[index] = gate
 
     def _take(self, producer: Action) -> list[torch.Tensor]:
         return self._receives[producer.stage].take(producer)

@@ -12,14 +12,18 @@ from fairchem.core.launchers.slurm_launch import _set_seeds
 from omegaconf import DictConfig
 
 from fairchem_janus.runner import JanusRunner
+from fairchem_janus.verify.maes import absolute_errors, add_sums
 from fairchem_janus.verify.trace import Trace, cast_batch, record_gradients, snapshot_parameters
 
 
-def run_janus(config: DictConfig, *, steps: int, dtype: torch.dtype, folder: Path) -> None:
+def run_janus(
+    config: DictConfig, *, steps: int, dtype: torch.dtype, folder: Path, keep_gradients: bool = True
+) -> None:
     """Train `steps` steps on this rank and write what it holds to `folder/d{d}_p{p}.pt` (a `Trace`).
 
     Args:
         config: the canonical job configuration.
+        keep_gradients: whether to record every step's gradients.
     """
     logging.getLogger().setLevel(logging.WARNING)
     runner_config = {key: config.runner[key] for key in config.runner if key not in ("_target_", "_recursive_")}
@@ -36,7 +40,9 @@ def run_janus(config: DictConfig, *, steps: int, dtype: torch.dtype, folder: Pat
     unit.model.train()
     unit.reporter.active = False
     trace = Trace(steps_per_epoch=len(runner.train_dataloader))
-    handle = record_gradients(unit.optimizer, unit.model, trace.gradients)
+    if keep_gradients:
+        record_gradients(unit.optimizer, unit.model, trace.gradients)
+    _record_maes(unit, trace)
     torch.set_default_dtype(dtype)
     try:
         for step, data in enumerate(_steps_of(runner.train_dataloader, steps)):
@@ -48,12 +54,23 @@ def run_janus(config: DictConfig, *, steps: int, dtype: torch.dtype, folder: Pat
             trace.grad_norms.append(unit.last_grad_norm)
     finally:
         torch.set_default_dtype(torch.float32)
-        handle.remove()
         runner.watch.stop()
     trace.parameters = snapshot_parameters(unit.model)
     grid = unit.topology.grid
     if grid.g == 0:
         torch.save(trace, folder / f"d{grid.d}_p{grid.p}.pt")
+
+
+def _record_maes(unit: Any, trace: Trace) -> None:
+    run = unit.runtime.run
+
+    def recording(schedule: Any, batches: list[Any]) -> Any:
+        result = run(schedule, batches)
+        predicted = [(gate.predictions, batches[index]) for index, gate in result.gates.items()]
+        trace.maes.append(absolute_errors(unit.tasks, predicted))
+        return result
+
+    unit.runtime.run = recording
 
 
 def _steps_of(dataloader: Any, steps: int) -> Iterator[list[Any]]:
@@ -82,5 +99,8 @@ def merge_traces(folder: Path) -> Trace:
         for step, gradients in enumerate(traces[0, p].gradients):
             first.gradients[step] = {**gradients, **first.gradients[step]}
         first.parameters = {**traces[0, p].parameters, **first.parameters}
+    for step in range(len(first.maes)):
+        for d in replicas[1:]:
+            first.maes[step] = add_sums(first.maes[step], traces[d, 0].maes[step])
     first.batches = [[traces[d, 0].batches[step][0] for d in replicas] for step in range(len(first.batches))]
     return first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 from fairchem_janus.data.loader import MicroBatchCollater, MicroBatchDataset
 from fairchem_janus.model.randomness import install_keyed_draws
 from fairchem_janus.prepare import key_batches
+from fairchem_janus.verify.maes import absolute_errors
 from fairchem_janus.verify.trace import Trace, cast_batch, record_gradients, snapshot_parameters
 
 
-def run_reference(config: DictConfig, ours: Trace, *, dtype: torch.dtype) -> Trace:
+def run_reference(config: DictConfig, ours: Trace, *, dtype: torch.dtype, keep_gradients: bool = True) -> Trace:
     """Train on the given graphs, all of a step's in one batch, with fairchem's code throughout.
 
     The one thing replaced is where random numbers come from: a graph draws the same dropout masks and edge rolls as
@@ -39,7 +41,10 @@ def run_reference(config: DictConfig, ours: Trace, *, dtype: torch.dtype) -> Tra
     unit.previous_wall_time = 0.0
     state: Any = SimpleNamespace(train_state=SimpleNamespace(dataloader=range(ours.steps_per_epoch)))
     trace = Trace(batches=ours.batches, steps_per_epoch=ours.steps_per_epoch)
-    handle = record_gradients(unit.optimizer, unit.model, trace.gradients)
+    if keep_gradients:
+        record_gradients(unit.optimizer, unit.model, trace.gradients)
+    predicted: list[dict[str, Any]] = []
+    model.register_forward_hook(lambda _module, _args, output: predicted.append(output))
     torch.set_default_dtype(dtype)
     try:
         for step, replicas in enumerate(ours.batches):
@@ -47,12 +52,13 @@ def run_reference(config: DictConfig, ours: Trace, *, dtype: torch.dtype) -> Tra
             (union,) = collate([dataset[indices]])
             key_batches([union], seed=int(config.job.seed), step=step)
             unit.train_progress._num_steps_completed = step
+            predicted.clear()
             unit.train_step(state, cast_batch(union, dtype))
+            trace.maes.append(absolute_errors(unit.tasks, [(predicted[0], union)]))
             trace.losses.append(float(unit.last_loss))
             trace.grad_norms.append(_norm_before_clipping(unit, trace))
     finally:
         torch.set_default_dtype(torch.float32)
-        handle.remove()
     trace.parameters = snapshot_parameters(unit.model)
     return trace
 
@@ -60,5 +66,7 @@ def run_reference(config: DictConfig, ours: Trace, *, dtype: torch.dtype) -> Tra
 def _norm_before_clipping(unit: Any, trace: Trace) -> float:
     if unit.last_grad_norm is not None:
         return float(unit.last_grad_norm)
+    if not trace.gradients:
+        return math.nan
     norms = torch.stack([g.double().norm() for g in trace.gradients[-1].values()])
     return float(norms.norm())

@@ -16,7 +16,13 @@ from fairchem_janus.verify.trace import Trace
 
 
 def pipeline_trace(
-    config: DictConfig, *, steps: int, dtype: torch.dtype, world_size: int, timeout_seconds: float = 3600.0
+    config: DictConfig,
+    *,
+    steps: int,
+    dtype: torch.dtype,
+    world_size: int,
+    keep_gradients: bool = True,
+    timeout_seconds: float = 3600.0,
 ) -> Trace:
     """Run a job's first steps on `world_size` local ranks."""
     with tempfile.TemporaryDirectory() as folder:
@@ -26,6 +32,7 @@ def pipeline_trace(
             steps,
             dtype,
             folder,
+            keep_gradients,
             world_size=world_size,
             device_type=str(config.job.device_type.value),
             timeout_seconds=timeout_seconds,
@@ -33,13 +40,21 @@ def pipeline_trace(
         return merge_traces(Path(folder))
 
 
-def reference_trace(config: DictConfig, ours: Trace, *, dtype: torch.dtype, timeout_seconds: float = 3600.0) -> Trace:
+def reference_trace(
+    config: DictConfig,
+    ours: Trace,
+    *,
+    dtype: torch.dtype,
+    keep_gradients: bool = True,
+    timeout_seconds: float = 3600.0,
+) -> Trace:
     """Run the same global batches through plain fairchem in one process."""
     (trace,) = run_on_ranks(
         _reference_rank,
         config,
         ours,
         dtype,
+        keep_gradients,
         world_size=1,
         device_type=str(config.job.device_type.value),
         timeout_seconds=timeout_seconds,
@@ -73,9 +88,9 @@ def _accumulating(config: DictConfig, ours: Trace) -> DictConfig:
     return single
 
 
-def _janus_rank(config: DictConfig, steps: int, dtype: torch.dtype, folder: str) -> None:
-    run_janus(config, steps=steps, dtype=dtype, folder=Path(folder))
+def _janus_rank(config: DictConfig, steps: int, dtype: torch.dtype, folder: str, keep_gradients: bool) -> None:
+    run_janus(config, steps=steps, dtype=dtype, folder=Path(folder), keep_gradients=keep_gradients)
 
 
-def _reference_rank(config: DictConfig, ours: Trace, dtype: torch.dtype) -> Trace:
-    return run_reference(config, ours, dtype=dtype)
+def _reference_rank(config: DictConfig, ours: Trace, dtype: torch.dtype, keep_gradients: bool) -> Trace:
+    return run_reference(config, ours, dtype=dtype, keep_gradients=keep_gradients)

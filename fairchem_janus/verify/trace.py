@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fairchem_janus.verify.maes import Sums
+
 Named = dict[str, torch.Tensor]
 
 
@@ -20,6 +22,7 @@ class Trace:
         gradients: by name, one dictionary a step, as the optimizer saw them.
         parameters: by name, after the last step.
         batches: indices of the graphs of each step: replica x micro-batch x graph.
+        maes: absolute errors of each step's predictions.
         steps_per_epoch: optimizer steps in an epoch, for the learning-rate schedule.
     """
 
@@ -28,6 +31,7 @@ class Trace:
     gradients: list[Named] = field(default_factory=list)
     parameters: Named = field(default_factory=dict)
     batches: list[list[list[list[int]]]] = field(default_factory=list)
+    maes: list[Sums] = field(default_factory=list)
     steps_per_epoch: int = 0
 
 

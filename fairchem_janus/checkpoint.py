@@ -3,6 +3,9 @@
 Every rank contributes the tensors it holds; DCP joins them, and stores one copy of what several ranks hold. The one
 thing that is not a tensor, the optimizer's `param_groups`, is stored by whichever rank writes last, so every rank
 offers the same, merged list in the order of the unsplit model.
+
+One key is our own, `unit_state.janus`: the schedule that the run chose (`choice.py`). Plain fairchem asks for the keys
+it knows and never sees it; a checkpoint of plain fairchem, which lacks it, is not asked for it.
 """
 
 from __future__ import annotations
@@ -11,14 +14,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+
+OWN_KEY = "janus"
 
 if TYPE_CHECKING:
     from fairchem_janus.unit import JanusTrainEvalUnit
 
 
 def unit_state(unit: JanusTrainEvalUnit) -> dict[str, Any]:
-    """What fairchem's `MLIPTrainEvalUnit.state_dict` holds, for this rank's part of the model."""
+    """What fairchem's `MLIPTrainEvalUnit.state_dict` holds, for this rank's part of the model, and `OWN_KEY`."""
     model, optimizer = get_state_dict(unit.model, unit.optimizer)
     optimizer["param_groups"] = _merged_groups(
         optimizer["param_groups"], unit.unsplit_parameters, unit.topology.pipeline_group
@@ -29,7 +35,18 @@ def unit_state(unit: JanusTrainEvalUnit) -> dict[str, Any]:
         "ema": None if unit.ema_model is None else get_model_state_dict(unit.ema_model),
         "optim": optimizer,
         "scheduler": unit.scheduler.state_dict(),
+        OWN_KEY: unit.choice.state(),
     }
+
+
+def load_checkpoint(unit: JanusTrainEvalUnit, location: str) -> None:
+    """Read the checkpoint at `location` into the unit; every rank must call this."""
+    state = unit_state(unit)
+    if f"unit_state.{OWN_KEY}" not in dcp.FileSystemReader(location).read_metadata().state_dict_metadata:
+        del state[OWN_KEY]
+    held = {"unit_state": state}
+    dcp.load(state_dict=held, checkpoint_id=location)
+    load_unit_state(unit, held["unit_state"])
 
 
 def load_unit_state(unit: JanusTrainEvalUnit, state: Mapping[str, Any]) -> None:
@@ -44,6 +61,8 @@ def load_unit_state(unit: JanusTrainEvalUnit, state: Mapping[str, Any]) -> None:
     unit.scheduler.load_state_dict(state["scheduler"])
     if unit.ema_model is not None:
         unit.ema_model.load_state_dict(state["ema"])
+    if OWN_KEY in state:
+        unit.choice.load(state[OWN_KEY])
 
 
 def _merged_groups(

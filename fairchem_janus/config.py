@@ -14,12 +14,14 @@ Everything a user can get wrong here raises `ValueError` naming the key and the 
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-SCHEDULES = ("wavek", "gpipe_2nd")
+from fairchem_janus.data.gars_config import GarsConfig, reject_unknown_keys
+
+SCHEDULES = ("wavek", "gpipe_2nd", "auto", "1f1b_2nd", "1f1b_2nd_contiguous", "hanayo_2nd")
+AUTO = "auto"
 SPLITS = ("merged", "eager")
 OVERSIZE = ("warn", "error")
 ON_NAN = ("error", "skip")
@@ -37,35 +39,69 @@ class JanusConfig:
     Defaults to 1 when `pipeline_size` is 1 and must be given otherwise."""
 
     schedule: str = "wavek"
-    """Order in which a stage runs its phases: `wavek` (waves of `wave_size` micro-batches) or `gpipe_2nd`."""
+    """Order in which a stage runs its phases (docs/schedules.md): `wavek` (waves of `wave_size` micro-batches),
+    `gpipe_2nd`, `auto` (planned from the run's own first steps), or the path of a CSV file, one row a stage. For
+    comparison: the unfolded baselines `1f1b_2nd`, `1f1b_2nd_contiguous` and `hanayo_2nd`."""
 
-    wave_size: int | None = None
-    """k of `wavek`: micro-batches issued as a unit. Defaults to `pipeline_size`; at most 2k are in flight."""
+    wave_size: int | str | None = None
+    """k of `wavek`: micro-batches issued as a unit; at most 2k are in flight. Defaults to `pipeline_size`, or what the
+    caps allow. `auto`: try the most promising ones for five steps each, once per run, and keep the fastest."""
+
+    max_in_flight: int | None = None
+    """Most micro-batches with a live graph on a rank. None: no limit for a named schedule; for what `auto` chooses, 2P
+    (as many as `wavek` has by default), or what `memory_budget_gib` allows."""
+
+    max_ff_graphs: int | None = None
+    """Most micro-batches with a live FF graph (FF to BF) on a rank. None: no limit."""
+
+    memory_budget_gib: float | None = None
+    """Memory of a rank in GiB that `auto` plans within: parameters, gradients, optimizer state, moving average, and
+    the graphs of the micro-batches in flight, as measured in the run's first steps. None: no limit."""
+
+    partition: list[int] | None = None
+    """Blocks of each stage, for example [5, 6, 6, 5]. None: evenly. `fairchem-janus plan` proposes one."""
+
+    profile_steps: int = 3
+    """Steps, after the first, in which every phase is timed and its memory measured for `profile.json` in the run
+    folder and for what `auto` chooses. It changes no result. 0: none."""
+
+    trace: bool = False
+    """Write one step as it really ran to the run folder (text, PNG and Perfetto trace): the second one with the
+    schedule that the run keeps."""
 
     split: str = "merged"
     """How the second backward is divided between BF and BE: `merged` (BE walks the energy graph once, for both
     orders) or `eager` (BF walks it too). Both are exact; `merged` is faster."""
 
     oversize: str = "warn"
-    """Graphs that the sampler's `max_atoms` keeps out: `warn` (count them, list their ids in the run folder) or
-    `error`."""
+    """Graphs that the sampler's budget (`max_atoms`) keeps out: `warn` (count them, list their ids in the run folder)
+    or `error`."""
 
     on_nan: str = "error"
     """NaN or Inf in labels, predictions, loss or gradients: `error` (end the job, naming the graphs) or `skip` (leave
     the step out on every rank and note its graphs in `bad_samples.csv` in the run folder)."""
 
+    gars: GarsConfig | None = None
+    """Form and pack the training loader's global batches by GARS instead of grouping batches of the job's own sampler;
+    then `num_micro_batches` is the number of bins of a replica. See `GarsConfig` (docs/packing.md)."""
+
+    prefetch_steps: int | None = None
+    """Optimizer steps that each loader worker loads ahead, where the job has workers (`num_workers`). Default 2."""
+
     debug_checksums: bool = False
     """Compare a checksum of every batch over the ranks of a replica. Costs one small all-gather a step."""
 
     def __post_init__(self) -> None:
-        for name in ("pipeline_size", "num_micro_batches", "wave_size"):
+        for name in ("pipeline_size", "num_micro_batches", "max_in_flight", "max_ff_graphs", "prefetch_steps"):
             self._check_positive(name)
-        for name, choices in (("schedule", SCHEDULES), ("split", SPLITS), ("oversize", OVERSIZE), ("on_nan", ON_NAN)):
+        self._check_schedule()
+        for name, choices in (("split", SPLITS), ("oversize", OVERSIZE), ("on_nan", ON_NAN)):
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"janus.{name} must be one of {', '.join(choices)}, got {value!r}")
-        if not isinstance(self.debug_checksums, bool):
-            raise ValueError(f"janus.debug_checksums must be true or false, got {self.debug_checksums!r}")
+        for name in ("debug_checksums", "trace"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"janus.{name} must be true or false, got {getattr(self, name)!r}")
         if self.num_micro_batches is None:
             if self.pipeline_size > 1:
                 raise ValueError(
@@ -75,7 +111,44 @@ class JanusConfig:
                 )
             self.num_micro_batches = 1
         if self.wave_size is None:
-            self.wave_size = self.pipeline_size
+            caps = [cap // 2 for cap in (self.max_in_flight, self.max_ff_graphs) if cap is not None]
+            self.wave_size = max(1, min([self.pipeline_size, *caps]))
+
+    def _check_schedule(self) -> None:
+        """What a schedule, its caps and its partition are made from, as far as it can be told without the model."""
+        if self.schedule not in SCHEDULES and not str(self.schedule).endswith(".csv"):
+            raise ValueError(
+                f"janus.schedule must be one of {', '.join(SCHEDULES)}, or the path of a .csv file, got "
+                f"{self.schedule!r}"
+            )
+        if self.wave_size != AUTO:
+            self._check_positive("wave_size")
+        elif self.schedule != "wavek":
+            raise ValueError(f"janus.wave_size=auto chooses k of schedule wavek, but janus.schedule={self.schedule}")
+        budget = self.memory_budget_gib
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, (int, float)) or budget <= 0):
+            raise ValueError(f"janus.memory_budget_gib must be a positive number, got {budget!r}")
+        if budget is not None and not self.chooses:
+            raise ValueError(
+                f"janus.memory_budget_gib is for schedule auto or wave_size auto; janus.schedule={self.schedule} is "
+                "kept whatever it takes. Limit it with janus.max_in_flight"
+            )
+        steps = self.profile_steps
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < self.chooses:
+            least = "1 for what `auto` chooses" if self.chooses else "0"
+            raise ValueError(f"janus.profile_steps must be an integer of at least {least}, got {steps!r}")
+        if self.partition is not None:
+            counts = list(self.partition) if isinstance(self.partition, Sequence) else [self.partition]
+            if isinstance(self.partition, str) or not all(type(count) is int for count in counts):
+                raise ValueError(
+                    f"janus.partition must be a list of integers such as [5, 6, 6, 5], got {self.partition!r}"
+                )
+            self.partition = counts
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the run chooses its schedule itself, from measurements."""
+        return AUTO in (self.schedule, self.wave_size)
 
     def _check_positive(self, name: str) -> None:
         value = getattr(self, name)
@@ -92,10 +165,7 @@ class JanusConfig:
             ValueError: an unknown key (with the nearest known one) or a value out of range.
         """
         values = dict(block or {})
-        known = [field.name for field in fields(cls)]
-        for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"did you mean janus.{near[0]}?" if near else f"known keys: {', '.join(known)}"
-                raise ValueError(f"unknown key janus.{key}; {hint}")
+        reject_unknown_keys(values, [field.name for field in fields(cls)], prefix="janus")
+        if values.get("gars") is not None:
+            values["gars"] = GarsConfig.from_mapping(values["gars"])
         return cls(**values)

@@ -18,7 +18,6 @@ from torchtnt.framework import EvalUnit, State
 from fairchem_janus.engine.runtime import Runtime
 from fairchem_janus.parallel.loss import set_normalisers
 from fairchem_janus.prepare import BatchPreparation
-from fairchem_janus.schedule import evaluation_schedule
 
 
 class JanusEvalUnit(MLIPEvalUnit):
@@ -51,7 +50,7 @@ class JanusEvalUnit(MLIPEvalUnit):
         topology = self.runtime.topology
         batches = self.prepare(data, step=None)
         set_normalisers(self.tasks, batches, topology.dp_group, topology.device)
-        schedule = evaluation_schedule(topology.grid.P, len(batches))
+        schedule = self.runtime.evaluation_schedule(len(batches))
         started = time.perf_counter()
         with tf32_context_manager(self.tf32):
             result = self.runtime.run(schedule, batches)

@@ -30,7 +30,8 @@ class BatchPreparation:
         Raises:
             RuntimeError: with `check`, the ranks of the replica loaded different batches.
         """
-        batches = [batch.to(self.topology.device) for batch in data]
+        # pinned batches copy while the host goes on; a copy on the same stream is done before anything reads it
+        batches = [batch.to(self.topology.device, non_blocking=True) for batch in data]
         if self.check:
             self._compare_checksums(batches)
         if step is not None:
@@ -41,8 +42,8 @@ class BatchPreparation:
         group = self.topology.replica_group
         if group is None:
             return
-        own = torch.stack([batch["pos"].double().sum() + 7.0 * batch["atomic_numbers"].sum() for batch in batches])
-        own = torch.cat([own, own.new_tensor([len(batches)])])
+        own = [batch["pos"].double().sum() + 7.0 * batch["atomic_numbers"].sum() for batch in batches]
+        own = torch.stack([torch.tensor(float(len(batches)), dtype=torch.float64, device=self.topology.device), *own])
         sums = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(sums, own, group=group)
         for rank, other in enumerate(sums):

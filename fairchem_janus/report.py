@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -41,6 +41,9 @@ class StepReporter:
         self._last_time = self._started = time.perf_counter()
         self._atoms = self._graphs = self._steps = 0
         self._first_step = 0
+        self.take_data_wait: Callable[[], float] = float
+        """Gives the seconds that steps waited for data since it was last called; the training loader's, set by the
+        runner."""
 
     def start(self, *, steps_done: int, steps_per_epoch: int, max_steps: int | None, max_epochs: int | None) -> None:
         """Call when training (re)starts."""
@@ -73,7 +76,9 @@ class StepReporter:
             "train/atoms_per_second(approx)": self._atoms / elapsed,
             "train/num_atoms": report.num_atoms,
             "train/num_samples": report.num_graphs,
+            "train/bubble": report.bubble,
             "train/seconds_per_step": elapsed / self._steps,
+            "train/data_wait": self.take_data_wait() / self._steps,
         } | {f"train/loss/{name}": loss for name, loss in zip(self.task_names, report.losses, strict=True)}
         self._last_time, self._atoms, self._graphs, self._steps = now, 0, 0, 0
         if self.logger:
@@ -87,8 +92,8 @@ class StepReporter:
         total = f"/{self.total_steps}" if self.total_steps else ""
         line = (
             f"step {step}{total} | epoch {values['train/epoch']:.2f} | loss {report.loss:.5g} ({parts}) | "
-            f"grad norm {report.grad_norm:.4g} | lr {values['train/lr']:.3g} | "
-            f"{values['train/atoms_per_second(approx)']:,.0f} atoms/s"
+            f"grad norm {report.grad_norm:.4g} | lr {values['train/lr']:.3g} | bubble {report.bubble:.1%} | "
+            f"{values['train/atoms_per_second(approx)']:,.0f} atoms/s | data wait {values['train/data_wait']:.3f} s"
         )
         done = step + 1 - self._first_step
         if self.total_steps and done > 0:

@@ -21,6 +21,7 @@ import inspect
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,12 @@ from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
 from fairchem_janus.config import JanusConfig
+from fairchem_janus.data.edges import EdgeCounts
 from fairchem_janus.data.loader import build_dataloader
 from fairchem_janus.model.checks import ModelSettings, check_model, read_model_settings
 from fairchem_janus.parallel.topology import Grid, Topology
 from fairchem_janus.parallel.watch import FailureWatch
+from fairchem_janus.planning import starting_schedule
 from fairchem_janus.report import run_folder
 from fairchem_janus.summary import describe_run, describe_stages
 from fairchem_janus.unit import JanusTrainEvalUnit
@@ -76,20 +79,22 @@ class JanusRunner(TrainEvalRunner):
             logging.getLogger().setLevel(logging.WARNING)  # the ranks share one console; rank 0 speaks for all
         device = torch.device(get_device_for_local_rank())
         topology = Topology.build(grid, device)
-        report_dir = Path(run_folder(job))
         num_micro_batches = config.num_micro_batches
         assert num_micro_batches is not None
 
         def build(key: str, value: Any) -> Any:
             if key in LOADERS:
-                name = key.removesuffix("_dataloader")
                 return build_dataloader(
                     value,
+                    name=key.removesuffix("_dataloader"),
                     grid=grid,
                     num_micro_batches=num_micro_batches,
                     oversize=config.oversize,
-                    report=report_dir / f"left_out_{name}.csv",
+                    run_folder=Path(run_folder(job)),
                     pin_memory=device.type == "cuda",
+                    prefetch_steps=config.prefetch_steps,
+                    gars=asdict(config.gars) if config.gars and key == "train_dataloader" else None,
+                    edge_counts=EdgeCounts.of_backbone(settings.backbone),
                 )
             if key == "train_eval_unit":
                 make_unit = instantiate(OmegaConf.merge(value, _OWN_UNIT))
@@ -100,6 +105,7 @@ class JanusRunner(TrainEvalRunner):
             return value
 
         super().__init__(**{key: build(key, value) for key, value in children.items()})
+        self.train_eval_unit.reporter.take_data_wait = self.train_dataloader.take_wait
         if grid.rank == 0:
             logging.info("\n%s", describe_run(config, grid, settings, self.train_dataloader, self.eval_dataloader))
             logging.info("\n%s", describe_stages(self.train_eval_unit.stage_parameters))
@@ -177,9 +183,14 @@ def check_job(
         )
     grid = Grid.of(world_size=world_size, pipeline_size=config.pipeline_size, gp_size=gp_size, rank=rank)
     assert config.num_micro_batches is not None
+    num_micro_batches = config.num_micro_batches * grid.D
+    if config.gars is not None and (config.gars.max_atoms or config.gars.max_edges):
+        num_micro_batches = max(2, num_micro_batches)  # more than asked for, where the budget demands it
     check_model(
         settings,
         pipeline_size=config.pipeline_size,
-        num_micro_batches_in_step=config.num_micro_batches * grid.D,
+        num_micro_batches_in_step=num_micro_batches,
+        partition=config.partition,
     )
+    starting_schedule(config)
     return grid

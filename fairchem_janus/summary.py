@@ -10,6 +10,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 
 from fairchem_janus.config import JanusConfig
+from fairchem_janus.data.gars_sampler import GARSBatchSampler
 from fairchem_janus.model.build import StageParameters
 from fairchem_janus.model.checks import ModelSettings
 from fairchem_janus.parallel.topology import Grid
@@ -34,7 +35,11 @@ def describe_run(
     table.add_row("a sampler's batch", "one step of a rank", f"one micro-batch; {n} make a step of a replica")
     table.add_row("gradient", "mean over ranks", "exact over the whole global batch")
     for name, loader in (("training", train_dataloader), ("evaluation", eval_dataloader)):
-        table.add_row(f"{name} steps an epoch", f"{len(loader.batch_sampler.batches)} batches", f"{len(loader)} steps")
+        if isinstance(loader.batch_sampler, GARSBatchSampler):
+            before, packed = "-", f"packed by GARS ({loader.batch_sampler.config.cost})"
+        else:
+            before, packed = f"{len(loader.batch_sampler.batches)} batches", "batches of the job's sampler, grouped"
+        table.add_row(f"{name} steps an epoch", before, f"{len(loader)} steps, {packed}")
     wave = f", k = {config.wave_size}" if config.schedule == "wavek" else ""
     table.add_row("schedule", "-", f"{config.schedule}{wave}; split {config.split}")
     return _rendered(table)

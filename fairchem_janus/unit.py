@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,19 +30,24 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchtnt.framework import State, TrainUnit
 
 from fairchem_janus import checkpoint
+from fairchem_janus.choice import ScheduleChoice
 from fairchem_janus.config import JanusConfig
 from fairchem_janus.engine.finite import BadSample, NonFiniteError, bad_labels
 from fairchem_janus.engine.gradients import GradientBuffer
+from fairchem_janus.engine.held import evaluation_stages, held_by, hold_stages
+from fairchem_janus.engine.memory import tensor_bytes
+from fairchem_janus.engine.profile import StepProfiler
 from fairchem_janus.engine.runtime import Runtime, StepResult
 from fairchem_janus.engine.step import StepReport, reduce_report
+from fairchem_janus.engine.unfolded import UnfoldedRuntime
 from fairchem_janus.evaluation import JanusEvalUnit
 from fairchem_janus.model.build import build_stage, stage_parameters
 from fairchem_janus.model.stage import Stage
 from fairchem_janus.parallel.loss import set_normalisers, with_global_losses
 from fairchem_janus.parallel.topology import Topology
+from fairchem_janus.planning import starting_schedule
 from fairchem_janus.prepare import BatchPreparation
-from fairchem_janus.report import StepReporter
-from fairchem_janus.schedule import Schedule, make_schedule
+from fairchem_janus.report import StepReporter, run_folder
 
 
 class JanusTrainEvalUnit(MLIPTrainEvalUnit):
@@ -95,11 +101,16 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         if profile_flops:
             logging.warning("profile_flops runs the whole model on one rank and is ignored by janus")
 
-        self.stage_parameters = stage_parameters(model, topology.grid.P)
+        self.stage_parameters = stage_parameters(model, topology.grid.P, janus.partition)
         self.num_params = sum(p.numel() for p in model.parameters())
         self.unsplit_parameters = [name for name, _ in model.named_parameters()]
         grid = topology.grid
-        self.stage = build_stage(model, index=grid.p, num_stages=grid.P)
+        planned, partition = starting_schedule(janus), janus.partition
+        if planned.is_folded:
+            self.stage = build_stage(model, index=grid.p, num_stages=grid.P, partition=partition)
+        else:
+            held = hold_stages(model, planned, grid.p, partition=partition)
+            self.stage = held[min(held)]
         self.optimizer = _get_optimizer_wd(optimizer_fn, model)
         self.model = model.to(device)
         self.ema_decay = ema_decay
@@ -107,26 +118,28 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         if ema_decay is not None:
             self.ema_model = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema_decay))
 
-        self.gradients = GradientBuffer(self.stage, topology)
         autocast_dtype = torch.bfloat16 if bf16 else None
         skip = janus.on_nan == "skip"
-        self.runtime = Runtime(
-            self.stage,
-            topology,
-            self.tasks,
-            self.gradients,
-            split=janus.split,
-            autocast_dtype=autocast_dtype,
-            skip_non_finite=skip,
-        )
+        engine: dict[str, Any] = {"autocast_dtype": autocast_dtype, "skip_non_finite": skip}
         eval_model = model if self.ema_model is None else self.ema_model.module
-        eval_stage = Stage(eval_model, index=grid.p, num_stages=grid.P, blocks=self.stage.blocks)
-        self._schedules: dict[int, Schedule] = {}
+        if planned.is_folded:
+            self.gradients = GradientBuffer(self.stage, topology)
+            self.runtime = Runtime(self.stage, topology, self.tasks, self.gradients, split=janus.split, **engine)
+            eval_stage = Stage(eval_model, index=grid.p, num_stages=grid.P, blocks=self.stage.blocks)
+            eval_runtime = Runtime(eval_stage, topology, self.tasks, None, skip_non_finite=skip)
+        else:
+            self.gradients = GradientBuffer(held_by(held, planned, topology), topology)
+            self.runtime = UnfoldedRuntime(held, planned, topology, self.tasks, self.gradients, **engine)
+            twins = evaluation_stages(held, model, eval_model)
+            eval_runtime = UnfoldedRuntime(twins, planned, topology, self.tasks, None, skip_non_finite=skip)
+        num_blocks = [len(stage.blocks) for stage in self.stage_parameters]
+        profiler = StepProfiler(self.runtime, topology, num_blocks, self._state_bytes)
+        self.choice = ScheduleChoice(janus, topology, profiler, Path(run_folder(job_config)))
         self.prepare = BatchPreparation(topology, seed=int(job_config.seed), check=janus.debug_checksums)
         # fairchem evaluates without autocast, whatever bf16 says
         self.eval_unit = JanusEvalUnit(
             job_config=job_config,
-            runtime=Runtime(eval_stage, topology, self.tasks, None, skip_non_finite=skip),
+            runtime=eval_runtime,
             prepare=self.prepare,
             tf32=tf32,
         )
@@ -191,22 +204,20 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         batches = self.prepare(data, step=step)
         set_normalisers(self.tasks, batches, self.topology.dp_group, self.topology.device)
         with tf32_context_manager(self.tf32):
-            result = self.runtime.run(self._schedule(len(batches)), batches)
+            result = self.runtime.run(self.choice.schedule(len(batches)), batches)
             self.gradients.reduce()
         if self.topology.is_first_stage:
             self._check_labels(batches, result)
-        return reduce_report(result, self.gradients, batches, self.topology, started)
+        report = reduce_report(result, self.gradients, batches, self.topology, self.runtime.timeline, started)
+        self.choice.after_step(report, batches)
+        return report
 
-    def _schedule(self, num_micro_batches: int) -> Schedule:
-        """The job's schedule; a last global batch that is not full has one of its own."""
-        if num_micro_batches not in self._schedules:
-            self._schedules[num_micro_batches] = make_schedule(
-                self.janus.schedule,
-                num_stages=self.topology.grid.P,
-                num_micro_batches=num_micro_batches,
-                wave_size=self.janus.wave_size,
-            )
-        return self._schedules[num_micro_batches]
+    def _state_bytes(self) -> int:
+        """Parameters, gradients, optimizer state and moving average on this rank."""
+        models = [self.model] if self.ema_model is None else [self.model, self.ema_model]
+        tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        return tensor_bytes([*tensors, *moments, *(p.grad for p in self.model.parameters())])
 
     def _check_labels(self, batches: list[Any], result: StepResult) -> None:
         found = [sample for batch in batches for sample in bad_labels(self.tasks, batch)]
@@ -250,3 +261,7 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         checkpoint.load_unit_state(self, state_dict)
+
+    def _execute_load_state(self, checkpoint_location: str) -> None:
+        checkpoint.load_checkpoint(self, checkpoint_location)
+        logging.info(f"Done loading checkpoint from {checkpoint_location}")

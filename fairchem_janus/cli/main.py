@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from fairchem_janus.cli import data_demo, data_import, data_pack, data_stats, simulate, verify
+from fairchem_janus.cli import data_demo, data_import, data_pack, data_stats, plan, simulate, verify
 
 app = typer.Typer(
     name="fairchem-janus",
@@ -22,4 +22,5 @@ app.add_typer(data_app, name="data")
 for data_command in (data_demo, data_import, data_stats, data_pack):
     data_command.register(data_app)
 simulate.register(app)
+plan.register(app)
 verify.register(app)

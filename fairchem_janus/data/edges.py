@@ -9,8 +9,10 @@ at 6 A in a few milliseconds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +30,27 @@ COINCIDENT = 0.01
 def column_name(cutoff: float, max_neighbors: int | None = None) -> str:
     """Name of the metadata column for edge counts at this cutoff (A), such as `nedges_6` or `nedges_6_max30`."""
     return f"nedges_{cutoff:g}" + (f"_max{max_neighbors}" if max_neighbors else "")
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeCounts:
+    """Where the metadata keep the edge counts that a job is about."""
+
+    columns: tuple[str, ...] = ("nedges",)
+    """Names under which they may be found, the best first."""
+    options: str = ""
+    """Of `fairchem-janus data stats`, to write the first."""
+
+    @classmethod
+    def of_backbone(cls, backbone: Mapping[str, Any]) -> EdgeCounts:
+        """For a backbone's `cutoff` (A) and `max_neighbors`; counts without that limit serve as well, from above."""
+        cutoff, max_neighbors = float(backbone["cutoff"]), backbone.get("max_neighbors")
+        columns = (column_name(cutoff, max_neighbors), column_name(cutoff))
+        options = f"--cutoff {cutoff:g}" + (f" --max-neighbors {max_neighbors}" if max_neighbors else "")
+        return cls(tuple(dict.fromkeys(columns)), options)
+
+
+UNKNOWN_CUTOFF = EdgeCounts()
 
 
 def count_edges(atoms: Atoms, cutoff: float, *, max_neighbors: int | None = None) -> int:

@@ -58,7 +58,7 @@ class Packing:
     """The micro-batches of one global batch. Empty ones are left out, so a replica may have fewer than it could."""
 
     replicas: tuple[tuple[MicroBatch, ...], ...]
-    """Per replica its micro-batches, at most `num_micro_batches`."""
+    """Per replica its micro-batches, at most `num_micro_batches`; by GARS, lightest first."""
     leftover: tuple[int, ...]
     """Graphs that found no bin under the budget, ascending; always empty unless `return_leftover=True`."""
     num_bins: int
@@ -204,13 +204,17 @@ def _costs(atoms: NDArray, edges: NDArray | None, cost: str | CostFunction) -> N
 def _deal(
     bins: list[list[int]], costs: NDArray, num_micro_batches: int, num_replicas: int, swap: bool
 ) -> list[list[list[int]]]:
-    """Deal bins to replicas, heaviest first, each to the least loaded replica that has fewer than N."""
+    """Deal bins to replicas, heaviest first, each to the least loaded replica that has fewer than N.
+
+    A replica runs its bins lightest first: in sequence a bin waits for the one before it on the next stage, and least
+    so if they are about equal. Simulated (WaveK, P = 4, times by edges), that shortens a step with giants by 3 %.
+    """
     loads = np.array([costs[graphs].sum() for graphs in bins])
     one_each = [(np.ones(len(bins), dtype=np.int64), num_micro_batches)]
     dealt, _ = min_load(loads, np.argsort(-loads, kind="stable").tolist(), num_replicas, one_each)
     if swap:
         dealt = refine(loads, dealt, one_each)
-    return [[bins[index] for index in replica] for replica in dealt]
+    return [[bins[index] for index in sorted(replica, key=loads.__getitem__)] for replica in dealt]
 
 
 def _finish(

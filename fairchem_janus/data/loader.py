@@ -2,81 +2,208 @@
 
 from __future__ import annotations
 
-import csv
+import functools
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from fairchem.core.components.common.dataloader_builder import get_dataloader as fairchem_get_dataloader
 from hydra.utils import get_object, instantiate
+from numpy.typing import NDArray
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, Dataset
 
-from fairchem_janus.data.sampler import MicroBatchSampler, replica_sampler_fn
+from fairchem_janus.data.columns import graph_id, instantiate_dataset, leaf_dataset, repair
+from fairchem_janus.data.data_report import report_gars, report_left_out, shortened
+from fairchem_janus.data.edges import UNKNOWN_CUTOFF, EdgeCounts
+from fairchem_janus.data.gars_sampler import GARSBatchSampler
+from fairchem_janus.data.sampler import MicroBatchPlan, MicroBatchSampler, replica_sampler_fn
 from fairchem_janus.parallel.topology import Grid
 
-Samples = list[tuple[int, str, Any]]
+
+class LoadedMicroBatch(NamedTuple):
+    """A micro-batch whose graphs are loaded, but not collated."""
+
+    plan: MicroBatchPlan
+    names: list[str]
+    samples: list[Any]
 
 
-def graph_id(dataset: Any, index: int) -> str:
-    """Name of a graph for people: data set and row in its files, as far as the data set tells."""
-    name, rows, place = "", dataset, index
-    if hasattr(dataset, "_get_dataset_and_sample_index"):
-        which, place = dataset._get_dataset_and_sample_index(index)
-        name, rows = dataset.dataset_names[which], dataset.datasets[which]
-    if hasattr(rows, "indices"):
-        place = rows.indices[place]
-    return f"{name}[{int(place)}]"
+class MicroBatchDataset(Dataset[LoadedMicroBatch]):
+    """The job's data set, asked for a whole micro-batch at a time.
 
+    Args:
+        sizes: atoms of every graph as the metadata have them, to compare with; None: do not.
+    """
 
-class MicroBatchDataset(Dataset[Samples]):
-    """The job's data set, asked for a whole micro-batch at a time; each sample comes with its index and name."""
-
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, sizes: NDArray | None = None) -> None:
         self.dataset = dataset
+        self.sizes = sizes
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, indices: list[int]) -> Samples:
-        return [(index, graph_id(self.dataset, index), self.dataset[index]) for index in indices]
+    def __getitem__(self, micro_batch: MicroBatchPlan | list[int]) -> LoadedMicroBatch:
+        """Load a micro-batch; plain indices will do where there is no more to say.
+
+        Raises:
+            ValueError: a graph is of another size than its metadata say: packing and budgets relied on that.
+        """
+        plan = micro_batch if isinstance(micro_batch, MicroBatchPlan) else MicroBatchPlan(tuple(micro_batch))
+        samples = [self.dataset[index] for index in plan.graphs]
+        names = [graph_id(self.dataset, index) for index in plan.graphs]
+        if self.sizes is not None:
+            for index, name, sample in zip(plan.graphs, names, samples, strict=True):
+                if (natoms := sample["pos"].shape[0]) != self.sizes[index]:
+                    raise ValueError(
+                        f"metadata.npz says {self.sizes[index]} atoms for {name}, but it has {natoms}. "
+                        f"{repair(leaf_dataset(self.dataset, index))}"
+                    )
+        return LoadedMicroBatch(plan, names, samples)
 
     @property
     def dataset_names(self) -> list[str]:
         return self.dataset.dataset_names
 
 
+class StepItem(list[Any]):
+    """An item of the loader: this replica's micro-batches, collated.
+
+    Attributes:
+        unlabelled: names of graphs that are not among them because they have no label at all.
+    """
+
+    unlabelled: list[str]
+
+    def pin_memory(self) -> StepItem:
+        """Called by the loader's pinning thread; `AtomicData` cannot do it itself."""
+        for batch in self:
+            batch.apply(lambda tensor: tensor.pin_memory())
+        return self
+
+
 class MicroBatchCollater:
     """Collates each micro-batch of a step with the job's own collater.
 
-    A batch gains `graph_numbers` [num_graphs] (int64, index in the data set) and `graph_ids` (list of names).
+    A batch gains `graph_numbers` [num_graphs] (int64, index in the data set) and `graph_ids` (list of names). One that
+    GARS packed also gains `gars_tag` (`comm-free` or `dist`) and `gars_local_bins` (comm-free: the positions of each
+    graph-parallel rank's graphs), and `gars_num_edges`, where the loader builds the graphs or the metadata tell.
+
+    A graph without any label of its data set's tasks can teach nothing and is left out; fairchem's collater fails on
+    it without naming it. One with only some of them is an error.
     """
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
         self.collate_fn = collate_fn
+        self.tasks: Mapping[str, Any] | None = getattr(collate_fn, "dataset_task_map", None)
 
-    def __call__(self, micro_batches: list[Samples]) -> list[Any]:
-        return [self._collate(samples) for samples in micro_batches]
+    def __call__(self, micro_batches: list[LoadedMicroBatch]) -> StepItem:
+        item = StepItem()
+        item.unlabelled = []
+        for loaded in micro_batches:
+            labelled = [self._has_labels(*named) for named in zip(loaded.names, loaded.samples, strict=True)]
+            item.unlabelled += [name for name, known in zip(loaded.names, labelled, strict=True) if not known]
+            if any(labelled):
+                item.append(self._collate(loaded, labelled))
+        return item
 
-    def _collate(self, samples: Samples) -> Any:
-        batch = self.collate_fn([sample for _, _, sample in samples])
-        batch["graph_numbers"] = torch.tensor([number for number, _, _ in samples], dtype=torch.int64)
-        batch["graph_ids"] = [name for _, name, _ in samples]
+    def _has_labels(self, name: str, sample: Any) -> bool:
+        if self.tasks is None:
+            return True
+        dataset = sample["dataset"]
+        wanted = self.tasks.get(dataset if isinstance(dataset, str) else dataset[0], {})
+        missing = [task for task in wanted if task not in sample]
+        if len(missing) == len(wanted):
+            return False
+        if missing:
+            raise ValueError(
+                f"{name} has a label for some tasks of its data set, but none for {', '.join(missing)}. Remove it "
+                "(fairchem-janus data import --skip-bad leaves such frames out)"
+            )
+        return True
+
+    def _collate(self, loaded: LoadedMicroBatch, labelled: list[bool]) -> Any:
+        plan = loaded.plan
+        kept = [position for position, known in enumerate(labelled) if known]
+        batch = self.collate_fn([loaded.samples[position] for position in kept])
+        batch["graph_numbers"] = torch.tensor([plan.graphs[position] for position in kept], dtype=torch.int64)
+        batch["graph_ids"] = [loaded.names[position] for position in kept]
+        if plan.tag is None:
+            return batch
+        place = {position: new for new, position in enumerate(kept)}
+        batch["gars_tag"] = plan.tag
+        batch["gars_local_bins"] = [[place[p] for p in members if p in place] for members in plan.local_bins]
+        if batch["edge_index"].shape[1]:
+            batch["gars_num_edges"] = int(batch["edge_index"].shape[1])
+        elif plan.num_edges is not None and len(kept) == len(labelled):
+            batch["gars_num_edges"] = plan.num_edges
         return batch
 
 
+class StepLoader(DataLoader[Any]):
+    """A `DataLoader` that measures how long its consumer waits, and names graphs that turned out to have no labels.
+
+    Args:
+        speaks: whether this rank logs for its replica.
+    """
+
+    def __init__(self, *args: Any, speaks: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.speaks = speaks
+        self._waited = 0.0
+        self._unlabelled: set[str] = set()
+
+    def take_wait(self) -> float:
+        """Seconds waited for items since the last call."""
+        waited, self._waited = self._waited, 0.0
+        return waited
+
+    def __iter__(self) -> Iterator[Any]:
+        started = time.perf_counter()
+        items = super().__iter__()
+        self._waited += time.perf_counter() - started
+        return self._measured(items)
+
+    def _measured(self, items: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            started = time.perf_counter()
+            item = next(items, None)
+            self._waited += time.perf_counter() - started
+            if item is None:
+                return
+            if new := [name for name in item.unlabelled if name not in self._unlabelled]:
+                self._unlabelled.update(new)
+                if self.speaks:
+                    logging.warning(f"{len(new)} graphs have no label of any task and are left out: {shortened(new)}")
+            yield item
+
+
 def build_dataloader(
-    config: Mapping[str, Any], *, grid: Grid, num_micro_batches: int, oversize: str, report: Path, pin_memory: bool
-) -> DataLoader[list[Any]]:
+    config: Mapping[str, Any],
+    *,
+    name: str,
+    grid: Grid,
+    num_micro_batches: int,
+    oversize: str,
+    run_folder: Path,
+    pin_memory: bool,
+    prefetch_steps: int | None = None,
+    gars: Mapping[str, Any] | None = None,
+    edge_counts: EdgeCounts = UNKNOWN_CUTOFF,
+) -> StepLoader:
     """Instantiate a job's dataloader block for one replica of the grid.
 
     Args:
         config: the block, whose `_target_` must be fairchem's `get_dataloader`.
+        name: `train` or `eval`.
         oversize: what to do about graphs that the sampler leaves out: `warn` or `error`.
-        report: CSV file for the names of such graphs; rank 0 writes it.
+        run_folder: gets the names of such graphs; rank 0 writes.
+        prefetch_steps: steps that each loader worker loads ahead; None: torch's default.
+        gars: settings of a `GARSBatchSampler` that takes the place of the block's own sampler.
+        edge_counts: see `GARSBatchSampler`.
 
     Raises:
         ValueError: the block is of another kind, no graph is left, or `oversize` is `error` and graphs are left out.
@@ -89,55 +216,43 @@ def build_dataloader(
     parts = {
         key: instantiate(value) if OmegaConf.is_config(value) else value
         for key, value in config.items()
-        if key != "_target_"
+        if key not in ("_target_", "dataset")
     }
-    dataset, make_sampler = parts["dataset"], replica_sampler_fn(parts["batch_sampler_fn"])
+    dataset, make_sampler = instantiate_dataset(config["dataset"]), replica_sampler_fn(parts["batch_sampler_fn"])
     if len(dataset) == 0:
         raise ValueError("the data set of a dataloader is empty; check its src paths and sampling ratios")
+    if gars is not None:
+        make_sampler = functools.partial(GARSBatchSampler, **gars)
+    if isinstance(make_sampler, functools.partial) and make_sampler.func is GARSBatchSampler:
+        known: dict[str, Any] = {"num_micro_batches": num_micro_batches, "gp_size": grid.G, "edge_counts": edge_counts}
+        sampler: Any = GARSBatchSampler(dataset, grid.D, grid.d, **known | make_sampler.keywords)
+        report = run_folder / "data_report.json"
+        report_gars(dataset, sampler, name=name, oversize=oversize, path=report, write=grid.rank == 0)
+        sizes = sampler.sizes
+    else:
+        batches = _stock_batches(make_sampler, dataset, grid)
+        report = run_folder / f"left_out_{name}.csv"
+        report_left_out(dataset, batches, oversize=oversize, report=report, write=grid.rank == 0)
+        sampler, sizes = MicroBatchSampler(batches, num_micro_batches), None
+    num_workers = parts["num_workers"]
+    return StepLoader(
+        MicroBatchDataset(dataset, sizes),
+        batch_sampler=sampler,
+        collate_fn=MicroBatchCollater(parts["collate_fn"]),
+        num_workers=num_workers,
+        prefetch_factor=prefetch_steps if num_workers else None,
+        persistent_workers=num_workers > 0,
+        pin_memory=pin_memory,
+        speaks=grid.p == 0 and grid.g == 0,
+    )
+
+
+def _stock_batches(make_sampler: Callable[..., Any], dataset: Any, grid: Grid) -> Any:
     try:
-        batches = make_sampler(dataset=dataset, num_replicas=grid.D, rank=grid.d)
+        return make_sampler(dataset=dataset, num_replicas=grid.D, rank=grid.d)
     except (AssertionError, ValueError) as error:
         raise ValueError(
             f"the sampler could not make batches for {grid.D} replica(s): {error or type(error).__name__}. Check "
             "max_atoms and min_atoms against the sizes of the graphs, and that there are at least as many batches as "
             "replicas"
         ) from error
-    _report_left_out(dataset, batches, oversize=oversize, report=report, write=grid.rank == 0)
-    sampler = MicroBatchSampler(batches, num_micro_batches)
-    return DataLoader(
-        MicroBatchDataset(dataset),
-        batch_sampler=sampler,
-        collate_fn=MicroBatchCollater(parts["collate_fn"]),
-        num_workers=parts["num_workers"],
-        pin_memory=pin_memory,
-    )
-
-
-def _report_left_out(dataset: Any, batches: Any, *, oversize: str, report: Path, write: bool) -> None:
-    """Count and name the graphs that `MaxAtomDistributedBatchSampler` leaves out; fairchem drops them silently."""
-    if not hasattr(batches, "all_batches"):
-        return
-    used = np.concatenate([np.asarray(batch, dtype=np.int64) for batch in batches.all_batches])
-    left_out = np.setdiff1d(np.arange(len(dataset)), used)
-    if len(left_out) == 0:
-        return
-    sizes = np.asarray(dataset.get_metadata("natoms", left_out.tolist())).reshape(-1)
-    too_large = sizes > batches.max_atoms
-    counts = f"{too_large.sum()} above max_atoms={batches.max_atoms}, {(~too_large).sum()} for min_atoms"
-    text = (
-        f"{len(left_out)} of {len(dataset)} graphs are never used: {counts}; the largest has {sizes.max()} atoms. "
-        f"Their names are in {report}. Raise max_atoms to {sizes.max()} to use them"
-    )
-    if write:
-        report.parent.mkdir(parents=True, exist_ok=True)
-        with report.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["graph", "natoms", "reason"])
-            for index, size, large in zip(left_out.tolist(), sizes.tolist(), too_large.tolist(), strict=True):
-                writer.writerow([graph_id(dataset, index), size, "max_atoms" if large else "min_atoms"])
-    if len(used) == 0:
-        raise ValueError(f"no graph is left to train on: {text}")
-    if oversize == "error" and too_large.any():
-        raise ValueError(f"{text}, or set runner.janus.oversize=warn to train without them")
-    if write:
-        logging.warning(text)

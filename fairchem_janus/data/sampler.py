@@ -1,7 +1,8 @@
-"""Batches of a stock fairchem sampler, grouped into optimizer steps.
+"""What a sampler hands to the loader, and stock fairchem samplers brought to it.
 
-What a stock sampler calls a batch is one *micro-batch* here; N consecutive ones make the share of one replica in a
-global batch, and so one optimizer step. Every rank of a replica sees the same indices.
+A sampler of this package yields one `MicroBatches` per optimizer step, a replica's share of the global batch.
+`GARSBatchSampler` (`gars_sampler.py`) makes them itself; here a stock sampler's batches are grouped: what it calls a
+batch is one *micro-batch*, and N consecutive ones make a step. Every rank of a replica sees the same indices.
 """
 
 from __future__ import annotations
@@ -9,18 +10,35 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from fairchem.core.common.data_parallel import BalancedBatchSampler, _balanced_partition
 from torch.utils.data import BatchSampler, Sampler
 
-MicroBatches = list[list[int]]
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchPlan:
+    """A micro-batch that is yet to be loaded."""
+
+    graphs: tuple[int, ...]
+    """Indices into the data set, in the order in which they are to be collated."""
+    tag: Literal["comm-free", "dist"] | None = None
+    """GARS's tag for the graph-parallel ranks, see `gars.MicroBatch`; None: not packed by GARS."""
+    local_bins: tuple[tuple[int, ...], ...] = ()
+    """comm-free: for each of the G ranks, which of `graphs` are its own, as positions in `graphs`."""
+    num_edges: int | None = None
+    """From the metadata, None if they do not tell."""
+
+
+MicroBatches = list[MicroBatchPlan]
+"""What a replica loads for one optimizer step."""
 
 
 class MicroBatchSampler(Sampler[MicroBatches]):
-    """Yields lists of `num_micro_batches` index lists; the last step of an epoch may have fewer.
+    """Yields `num_micro_batches` batches of a stock sampler at a time; the last step of an epoch may have fewer.
 
     Args:
         batches: a batch sampler with `set_epoch_and_start_iteration`, as fairchem's are.
@@ -36,7 +54,7 @@ class MicroBatchSampler(Sampler[MicroBatches]):
 
     def __iter__(self) -> Iterator[MicroBatches]:
         batches = iter(self.batches)
-        while group := [[int(i) for i in batch] for batch in islice(batches, self.num_micro_batches)]:
+        while group := [MicroBatchPlan(tuple(map(int, batch))) for batch in islice(batches, self.num_micro_batches)]:
             yield group
 
     def set_epoch_and_start_iteration(self, epoch: int, start_iteration: int) -> None:

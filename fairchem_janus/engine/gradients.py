@@ -1,13 +1,15 @@
 """Gradients of one step: accumulated over micro-batches, summed over ranks, measured, clipped.
 
 Gradients are *sums*, never means: every micro-batch's loss already carries the denominator of the whole global batch.
-They live in two flat buffers of this class's own (parameters that only this stage holds; parameters that every stage
-holds), so that each reduction is one message, and two parameters that autograd hands one tensor never share storage.
+They live in flat buffers of this class's own, one for all parameters that the same ranks of the pipeline hold (those of
+this stage alone; those of every stage), so that each reduction is one message, and two parameters that autograd hands
+one tensor never share storage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,28 +37,49 @@ class _Flat:
             dist.all_reduce(self.storage, group=group)
 
 
+class HeldBy(NamedTuple):
+    """Some parameters, and who else in the pipeline holds them.
+
+    Attributes:
+        group: the ranks of this pipeline that hold them; None if this rank is the only one.
+        counts: whether this rank is the one that counts them in the gradient norm.
+    """
+
+    parameters: list[nn.Parameter]
+    group: dist.ProcessGroup | None = None
+    counts: bool = True
+
+
+def _held_by_stage(stage: Stage, topology: Topology) -> list[HeldBy]:
+    """A stage's own parameters, and those that every stage holds."""
+    own = [p for name, p in stage.trainable() if not is_replicated(name)]
+    shared = [p for name, p in stage.trainable() if is_replicated(name)]
+    return [HeldBy(own), HeldBy(shared, topology.pipeline_group, topology.is_first_stage)]
+
+
 class GradientBuffer:
-    """Gradients of a stage's trainable parameters.
+    """Gradients of a rank's trainable parameters.
+
+    Args:
+        holder: the rank's one stage, or what it holds (unfolded schedules, `engine/held.py`).
 
     Attributes:
         parameters: in the order in which `add` takes gradients.
     """
 
-    def __init__(self, stage: Stage, topology: Topology) -> None:
-        trainable = stage.trainable()
-        dtypes = {p.dtype for _, p in trainable}
+    def __init__(self, holder: Stage | list[HeldBy], topology: Topology) -> None:
+        held = holder if isinstance(holder, list) else _held_by_stage(holder, topology)
+        self.topology = topology
+        self.parameters = [p for part in held for p in part.parameters]
+        dtypes = {p.dtype for p in self.parameters}
         if len(dtypes) > 1:
             raise ValueError(f"all trainable parameters must be of one type, found {sorted(map(str, dtypes))}")
-        own = [p for name, p in trainable if not is_replicated(name)]
-        shared = [p for name, p in trainable if is_replicated(name)]
-        self.topology = topology
-        self.parameters = [*own, *shared]
-        self._own, self._shared = _Flat(own), _Flat(shared)
-        self._views = [*self._own.views, *self._shared.views]
+        self._parts = [(_Flat(part.parameters), part) for part in held]
+        self._views = [view for flat, _ in self._parts for view in flat.views]
 
     def zero(self) -> None:
-        self._own.storage.zero_()
-        self._shared.storage.zero_()
+        for flat, _ in self._parts:
+            flat.storage.zero_()
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -72,17 +95,18 @@ class GradientBuffer:
         self._count(grads)
 
     def _count(self, grads: Sequence[torch.Tensor | None]) -> None:
-        present = torch.tensor([g is not None for g in grads], device=self._own.storage.device)
-        self._own.counts += present[: len(self._own.parameters)].to(self._own.counts.dtype)
-        self._shared.counts += present[len(self._own.parameters) :].to(self._shared.counts.dtype)
+        sizes = [len(flat.parameters) for flat, _ in self._parts]
+        present = torch.tensor([g is not None for g in grads], device=self._parts[0][0].storage.device)
+        for (flat, _), added in zip(self._parts, present.split(sizes), strict=True):
+            flat.counts += added.to(flat.counts.dtype)
 
     def reduce(self) -> None:
         """Sum over the ranks that hold the same parameters, and hand the result to the parameters' `.grad`.
 
         A parameter that no micro-batch of any rank reached keeps `grad` None, as in a plain backward.
         """
-        self._shared.all_reduce(self.topology.pipeline_group)
-        for flat in (self._own, self._shared):
+        for flat, part in self._parts:
+            flat.all_reduce(part.group)
             flat.all_reduce(self.topology.gradient_group)
             for parameter, view, count in zip(flat.parameters, flat.views, flat.counts.tolist(), strict=True):
                 parameter.grad = view if count else None
@@ -92,8 +116,7 @@ class GradientBuffer:
         grid = self.topology.grid
         if grid.d or grid.g:
             return 0.0
-        flats = (self._own, self._shared) if self.topology.is_first_stage else (self._own,)
-        views = [view for flat in flats for view in flat.views]
+        views = [view for flat, part in self._parts if part.counts for view in flat.views]
         if not views:
             return 0.0
         return float(torch.stack(torch._foreach_norm(views)).to(torch.float64).square().sum())
@@ -101,5 +124,5 @@ class GradientBuffer:
     def clip(self, total_norm: float, max_norm: float) -> None:
         """Scale all gradients as `torch.nn.utils.clip_grad_norm_` does."""
         factor = min(1.0, max_norm / (total_norm + 1e-6))
-        self._own.storage.mul_(factor)
-        self._shared.storage.mul_(factor)
+        for flat, _ in self._parts:
+            flat.storage.mul_(factor)

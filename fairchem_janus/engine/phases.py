@@ -34,9 +34,14 @@ class Phases:
         stage: the stage to run.
         gradients: where parameter gradients are accumulated; None for evaluation, where FF builds no graph.
         split: `merged` or `eager`.
+        energy_in_loss: whether the loss depends on the energies, and not on their derivatives alone; what only the
+            energies reach (the last bias of the head) then gets no gradient, rather than a zero.
     """
 
-    def __init__(self, stage: Stage, gradients: GradientBuffer | None, split: str) -> None:
+    def __init__(
+        self, stage: Stage, gradients: GradientBuffer | None, split: str, *, energy_in_loss: bool = True
+    ) -> None:
+        self.energy_in_loss = energy_in_loss
         self.stage = stage
         self.gradients = gradients
         self.split = split
@@ -124,7 +129,9 @@ class Phases:
         assert mb.out is not None and mb.u_energy is not None
         u = mb.u_energy.to(mb.out.dtype) if self.stage.is_last else received[0]
         from_next = [None] * len(mb.root) if self.stage.is_last else received[1:]
-        pairs: list[tuple[Any, torch.Tensor]] = [(mb.out, u), *mb.captured]
+        pairs: list[tuple[Any, torch.Tensor]] = [*mb.captured]
+        if self.energy_in_loss or not self.stage.is_last:
+            pairs.insert(0, (mb.out, u))
         if self.stage.is_first:
             pairs += [(r, x) for r, x in zip(mb.root, from_next, strict=True) if x is not None and r.requires_grad]
         parameters = self._parameters()

@@ -18,9 +18,10 @@ from fairchem_janus.engine.gate import GateResult, pass_gate, shut_gate
 from fairchem_janus.engine.gradients import GradientBuffer
 from fairchem_janus.engine.messages import message_specs
 from fairchem_janus.engine.phases import Phases
+from fairchem_janus.engine.timeline import Timeline
 from fairchem_janus.model.stage import Stage
 from fairchem_janus.parallel.topology import Topology
-from fairchem_janus.schedule import Action, Phase, Schedule
+from fairchem_janus.schedule import Action, Phase, Schedule, evaluation_schedule
 from fairchem_janus.schedule.dataflow import inbound
 
 
@@ -71,21 +72,31 @@ class Runtime:
         self.training = gradients is not None
         self.autocast_dtype = autocast_dtype
         self.skip_non_finite = skip_non_finite
-        self.phases = Phases(stage, gradients, split)
+        energy_in_loss = any("energy" in task.property for task in tasks)
+        self.phases = Phases(stage, gradients, split, energy_in_loss=energy_in_loss)
+        self.timeline = Timeline(topology.device)
         self._in_flight: dict[int, MicroBatch] = {}
         self._cotangents: dict[int, list[torch.Tensor]] = {}
         grid = topology.grid
         self._sends: dict[int, Outbound] = {}
         self._receives: dict[int, Inbound] = {}
-        for neighbour, send_group, receive_group in (
-            (grid.p + 1, topology.down_group, topology.up_group),
-            (grid.p - 1, topology.up_group, topology.down_group),
-        ):
-            if 0 <= neighbour < grid.P:
-                assert send_group is not None and receive_group is not None
-                peer = grid.rank_at(p=neighbour)
-                self._sends[neighbour] = Outbound(send_group, peer)
-                self._receives[neighbour] = Inbound(receive_group, peer, topology.device)
+        for neighbour in self._neighbours():
+            send_group, receive_group = topology.down_group, topology.up_group
+            if neighbour < grid.p:
+                send_group, receive_group = receive_group, send_group
+            assert send_group is not None and receive_group is not None
+            peer = grid.rank_at(p=neighbour)
+            self._sends[neighbour] = Outbound(send_group, peer)
+            self._receives[neighbour] = Inbound(receive_group, peer, topology.device)
+
+    def _neighbours(self) -> list[int]:
+        """Stages that this one exchanges messages with."""
+        grid = self.topology.grid
+        return [stage for stage in (grid.p - 1, grid.p + 1) if 0 <= stage < grid.P]
+
+    def evaluation_schedule(self, num_micro_batches: int) -> Schedule:
+        """What to `run` for an evaluation step."""
+        return evaluation_schedule(self.topology.grid.P, num_micro_batches)
 
     def run(self, schedule: Schedule, batches: Sequence[Any]) -> StepResult:
         """Execute this stage's row of `schedule` on the replica's micro-batches (on the device, unused so far).
@@ -95,14 +106,12 @@ class Runtime:
         """
         assert schedule.num_micro_batches == len(batches)
         result = StepResult(torch.zeros(len(self.tasks), dtype=torch.float64))
-        for source, arriving in inbound(schedule, self.stage.index).items():
-            specs = [
-                message_specs(m.producer.phase, batches[m.producer.micro_batch], self.stage.shape) for m in arriving
-            ]
-            self._receives[source].expect([(m.producer, spec) for m, spec in zip(arriving, specs, strict=True)])
-        for action in schedule.rows[self.stage.index]:
+        self._expect(schedule, batches)
+        self.timeline.begin()
+        for action in schedule.rows[self.topology.grid.p]:
             try:
-                with torch.autograd.profiler.record_function(f"janus {action.phase}{action.micro_batch}"):
+                name = f"janus {action.phase}{action.micro_batch}"
+                with torch.autograd.profiler.record_function(name), self.timeline.action(action):
                     self._execute(action, batches, result)
             except Exception as error:
                 raise self._explain(error, action, batches[action.micro_batch]) from error
@@ -110,6 +119,14 @@ class Runtime:
             channel.flush()
         assert not self._in_flight and not self._cotangents, "micro-batches left alive after the step"
         return result
+
+    def _expect(self, schedule: Schedule, batches: Sequence[Any]) -> None:
+        """Announce every message of the step to its channel, in the sender's order."""
+        for source, arriving in inbound(schedule, self.stage.index).items():
+            specs = [
+                message_specs(m.producer.phase, batches[m.producer.micro_batch], self.stage.shape) for m in arriving
+            ]
+            self._receives[source].expect([(m.producer, spec) for m, spec in zip(arriving, specs, strict=True)])
 
     def _execute(self, action: Action, batches: Sequence[Any], result: StepResult) -> None:
         phase, index, stage = action.phase, action.micro_batch, self.stage
@@ -163,7 +180,9 @@ class Runtime:
             self._cotangents[index] = gate.cotangents
 
     def _take(self, producer: Action) -> list[torch.Tensor]:
-        return self._receives[producer.stage].take(producer)
+        message = self._receives[producer.stage].take(producer)
+        self.timeline.inputs_arrived()
+        return message
 
     def _send(self, action: Action, target: int, message: list[torch.Tensor], data: Any) -> None:
         if target in self._sends:
@@ -176,7 +195,7 @@ class Runtime:
         shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
         where = traceback.extract_tb(error.__traceback__)[-1]
         return PhaseError(
-            f"{self.topology.grid.describe_rank()}, stage {self.stage.index}, {action.phase} of micro-batch "
+            f"{self.topology.grid.describe_rank()}, stage {action.stage}, {action.phase} of micro-batch "
             f"{action.micro_batch} (graphs {shown or 'unknown'}): {type(error).__name__}: {error} "
             f"[{where.filename}:{where.lineno}]"
         )

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fairchem_janus.engine.finite import BadSample
 from fairchem_janus.engine.gradients import GradientBuffer
 from fairchem_janus.engine.runtime import StepResult
+from fairchem_janus.engine.timeline import Timeline
 from fairchem_janus.parallel.topology import Topology
 
 
@@ -25,10 +26,12 @@ class StepReport:
         loss: sum of `losses`.
         losses: each task's loss, coefficient included.
         grad_norm: L2 norm of the gradient over all stages, before clipping.
-        num_atoms, num_graphs: in the global batch.
+        num_atoms, num_graphs, num_micro_batches: in the global batch.
         bad: graphs of this rank's micro-batches with values that are not finite.
         num_bad: their number over all ranks.
         seconds: wall time of the step on this rank, forward to reduced gradients.
+        pipeline_seconds: from the first phase's start to the last one's end, mean over replicas.
+        bubble: share of the ranks' `pipeline_seconds` in which they waited: 1 - busy time / elapsed time.
     """
 
     loss: float
@@ -36,9 +39,12 @@ class StepReport:
     grad_norm: float
     num_atoms: int
     num_graphs: int
+    num_micro_batches: int
     bad: list[BadSample]
     num_bad: int
     seconds: float
+    pipeline_seconds: float
+    bubble: float
 
     @property
     def is_finite(self) -> bool:
@@ -47,26 +53,39 @@ class StepReport:
 
 
 def reduce_report(
-    result: StepResult, gradients: GradientBuffer, batches: Sequence[Any], topology: Topology, started: float
+    result: StepResult,
+    gradients: GradientBuffer,
+    batches: Sequence[Any],
+    topology: Topology,
+    timeline: Timeline,
+    started: float,
 ) -> StepReport:
-    """Combine every rank's part of a step; gradients must have been reduced."""
-    counts = [0.0, 0.0]
+    """Combine every rank's part of a step; gradients must have been reduced.
+
+    A step starts with FE and ends with BE on stage 0, so that rank's own elapsed time is the pipeline's.
+    """
+    counts = [0.0, 0.0, 0.0, 0.0]
     if topology.is_first_stage:
-        counts = [float(sum(b["pos"].shape[0] for b in batches)), float(sum(len(b["natoms"]) for b in batches))]
-    figures = [gradients.squared_norm(), *counts, float(len(result.bad))]
+        atoms, graphs = sum(b["pos"].shape[0] for b in batches), sum(len(b["natoms"]) for b in batches)
+        counts = [float(atoms), float(graphs), float(len(batches)), timeline.elapsed()]
+    figures = [gradients.squared_norm(), *counts, float(len(result.bad)), timeline.busy()]
     parts = torch.cat([torch.tensor(figures, dtype=torch.float64), result.losses.to("cpu")])
     if dist.is_initialized() and dist.get_world_size() > 1:
         on_device = parts.to(topology.device)
         dist.all_reduce(on_device)
         parts = on_device.cpu()
-    squared_norm, num_atoms, num_graphs, num_bad, *losses = parts.tolist()
+    squared_norm, num_atoms, num_graphs, num_micro_batches, elapsed, num_bad, busy, *losses = parts.tolist()
+    grid = topology.grid
     return StepReport(
         loss=sum(losses),
         losses=losses,
         grad_norm=math.sqrt(squared_norm),
         num_atoms=int(num_atoms),
         num_graphs=int(num_graphs),
+        num_micro_batches=int(num_micro_batches),
         bad=result.bad,
         num_bad=int(num_bad),
         seconds=time.perf_counter() - started,
+        pipeline_seconds=elapsed / (grid.D * grid.G),
+        bubble=max(0.0, 1 - busy / (grid.P * elapsed)) if elapsed else 0.0,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -28,13 +29,15 @@ class StageParameters:
     trains: bool
 
 
-def stage_parameters(model: nn.Module, num_stages: int) -> list[StageParameters]:
-    """How an unsplit model's parameters fall to the stages.
+def stage_parameters(
+    model: nn.Module, num_stages: int, partition: Sequence[int] | None = None
+) -> list[StageParameters]:
+    """How an unsplit model's parameters fall to the stages; `partition` as in `partition_blocks`.
 
     Raises:
         ValueError: the stages' own parameters and the replicated ones, counted once, are not the model's.
     """
-    ranges = partition_blocks(len(model.backbone.blocks), num_stages)
+    ranges = partition_blocks(len(model.backbone.blocks), num_stages, partition)
     named = list(model.named_parameters())
     replicated = sum(p.numel() for name, p in named if is_replicated(name))
     stages, trains = [], False
@@ -52,13 +55,13 @@ def stage_parameters(model: nn.Module, num_stages: int) -> list[StageParameters]
     return stages
 
 
-def build_stage(model: nn.Module, *, index: int, num_stages: int) -> Stage:
-    """Cut a built, unsplit model to stage `index`, in place.
+def build_stage(model: nn.Module, *, index: int, num_stages: int, partition: Sequence[int] | None = None) -> Stage:
+    """Cut a built, unsplit model to stage `index`, in place; `partition` as in `partition_blocks`.
 
     Raises:
         ValueError: the stages would not hold the model's parameters exactly.
     """
-    parameters = stage_parameters(model, num_stages)
+    parameters = stage_parameters(model, num_stages, partition)
     ranges = [stage.blocks for stage in parameters]
     expected = {name for name, _ in model.named_parameters() if belongs_to(name, ranges, index)}
     cut_to_stage(model, ranges[index], is_first=index == 0, is_last=index == num_stages - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,11 +106,18 @@ def _settings(config: dict[str, Any]) -> ModelSettings:
     return ModelSettings(backbone_class, defaults | backbone, heads)
 
 
-def check_model(settings: ModelSettings, *, pipeline_size: int, num_micro_batches_in_step: int) -> None:
+def check_model(
+    settings: ModelSettings,
+    *,
+    pipeline_size: int,
+    num_micro_batches_in_step: int,
+    partition: Sequence[int] | None = None,
+) -> None:
     """Refuse what cannot be trained exactly.
 
     Args:
         num_micro_batches_in_step: micro-batches of one global batch, over all replicas.
+        partition: blocks of each stage, None for an even split.
 
     Raises:
         ValueError: with the key and the fix.
@@ -138,7 +145,7 @@ def check_model(settings: ModelSettings, *, pipeline_size: int, num_micro_batche
     if settings.num_experts:
         _check_experts(backbone, num_micro_batches_in_step)
     _check_heads(settings)
-    partition_blocks(settings.num_blocks, pipeline_size)
+    partition_blocks(settings.num_blocks, pipeline_size, partition)
 
 
 def _check_experts(backbone: dict[str, Any], num_micro_batches_in_step: int) -> None:
@@ -152,6 +159,12 @@ def _check_experts(backbone: dict[str, Any], num_micro_batches_in_step: int) -> 
             "backbone.moe_expert_coefficient_norm='pnorm' depends on the number of graphs in a batch, so splitting the "
             "batch into micro-batches changes the model (gradients were measured 152 % off). Use 'softmax', or one "
             "micro-batch a step"
+        )
+    if backbone["moe_type"] in ("all", "notso2") and num_micro_batches_in_step > 1:
+        raise ValueError(
+            f"backbone.moe_type={backbone['moe_type']!r} mixes experts for atoms too, and fairchem deals them out by "
+            "the graphs' numbers of edges: what a graph gets depends on the others in its batch, so micro-batches "
+            "change the model. Use 'so2' or 'so2m0', or one micro-batch a step"
         )
 
 

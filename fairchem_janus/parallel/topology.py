@@ -11,6 +11,7 @@ fairchem's own graph-parallel groups (contiguous ranks) stay right. P = 2, D = 2
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,8 +109,8 @@ class Topology:
         mesh = init_device_mesh(device.type, (grid.D, grid.P, grid.G), mesh_dim_names=("dp", "pp", "gp"))
         if grid.P > 1:
             topology.pipeline_group = mesh.get_group("pp")
-            topology.down_group = topology._new_groups_over_pipelines()
-            topology.up_group = topology._new_groups_over_pipelines()
+            topology.down_group = topology.new_groups(range(grid.P))
+            topology.up_group = topology.new_groups(range(grid.P))
         if grid.D > 1:
             topology.dp_group = mesh.get_group("dp")
         if grid.D * grid.G > 1:
@@ -118,16 +119,19 @@ class Topology:
             topology.replica_group = mesh["pp", "gp"]._flatten("replica").get_group()
         return topology
 
-    def _new_groups_over_pipelines(self) -> dist.ProcessGroup:
-        """One more group over each pipeline's ranks; returns this rank's."""
+    def new_groups(self, rows: Sequence[int]) -> dist.ProcessGroup | None:
+        """One more group over the given ranks of each pipeline; returns this rank's, None if it is in none.
+
+        Every rank of the world must call this at the same point.
+        """
         grid, own = self.grid, None
         for d in range(grid.D):
             for g in range(grid.G):
-                group = dist.new_group([grid.rank_at(d=d, p=p, g=g) for p in range(grid.P)])
-                if (d, g) == (grid.d, grid.g):
+                group = dist.new_group([grid.rank_at(d=d, p=p, g=g) for p in rows])
+                if (d, g) == (grid.d, grid.g) and grid.p in rows:
                     own = group
-        assert own is not None
-        self._own_groups.append(own)
+        if own is not None:
+            self._own_groups.append(own)
         return own
 
     def gather_from_replicas(self, items: list[Any]) -> list[Any]:

@@ -74,10 +74,10 @@ class FailureWatch:
     def report(self, error: BaseException) -> None:
         """Announce this rank's error; the first one a job reports is printed, later ones are consequences of it."""
         text = f"{type(error).__name__}: {error}"
-        first = text
+        own = first = f"{self.rank}|{text}"
         if self._store is not None:
-            first = self._store.compare_set(_KEY, "", f"{self.rank}|{text}").decode().partition("|")[2]
-        if first == text:
+            first = self._store.compare_set(_KEY, "", own).decode()
+        if first == own:
             rule = "=" * 100
             logging.error("\n%s\nfairchem-janus: rank %d failed, ending all ranks\n%s\n%s", rule, self.rank, text, rule)
         sys.stderr.flush()

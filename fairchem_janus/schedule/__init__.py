@@ -12,6 +12,7 @@ FE0,FE1,FF0,FF1,BF0,FE2,FF2,BE0,BF1,BF2,BE1,BE2
 from __future__ import annotations
 
 from fairchem_janus.schedule.action import EVALUATION_PHASES, TRAINING_PHASES, Action, Phase, Schedule
+from fairchem_janus.schedule.baselines import unfolded_evaluation
 from fairchem_janus.schedule.bound import lower_bound
 from fairchem_janus.schedule.clock import NO_CAPS, Caps
 from fairchem_janus.schedule.costs import DEFERRABLE_SHARE, TYPICAL_TIMES, Costs
@@ -46,6 +47,7 @@ __all__ = [
     "make_schedule",
     "messages",
     "simulate",
+    "unfolded_evaluation",
     "validate",
     "wave_sizes",
 ]

@@ -137,25 +137,41 @@ class Schedule:
         Raises ValueError, naming file, row and column (both counted from 1, as a spreadsheet does), for an unknown
         or a misplaced empty cell, a stage or micro-batch out of range, or a wrong number of rows.
         """
-        path = Path(path)
-        lines = [(number, line) for number, line in enumerate(csv.reader(io.StringIO(path.read_text())), 1) if line]
+        text = Path(path).read_text()
+        return cls.parse_csv(
+            text, name=Path(path).stem, source=path, num_stages=num_stages, num_micro_batches=num_micro_batches
+        )
+
+    @classmethod
+    def parse_csv(
+        cls,
+        text: str,
+        *,
+        name: str,
+        source: str | Path = "CSV text",
+        num_stages: int | None = None,
+        num_micro_batches: int | None = None,
+    ) -> Schedule:
+        """Read a schedule from CSV text as `from_csv` does; `source` is what errors call it."""
+        lines = [(number, line) for number, line in enumerate(csv.reader(io.StringIO(text)), 1) if line]
         wanted = len(lines) if num_stages is None else num_stages
         if not lines or len(lines) != wanted:
             where = f"row {min(len(lines), wanted) + 1}, column 1"
             raise ValueError(
-                f"{path}, {where}: the file has {len(lines)} row(s), but the pipeline has {num_stages or 'at least 1'} "
-                "stage(s); a schedule has one row per stage"
+                f"{source}, {where}: the file has {len(lines)} row(s), but the pipeline has "
+                f"{num_stages or 'at least 1'} stage(s); a schedule has one row per stage"
             )
         rows = tuple(
-            _parse_line(line, row, number, path, wanted, num_micro_batches) for row, (number, line) in enumerate(lines)
+            _parse_line(line, row, number, source, wanted, num_micro_batches)
+            for row, (number, line) in enumerate(lines)
         )
         if num_micro_batches is None:
             num_micro_batches = max((a.micro_batch + 1 for row in rows for a in row), default=0)
-        return cls(wanted, num_micro_batches, rows, path.stem)
+        return cls(wanted, num_micro_batches, rows, name)
 
 
 def _parse_line(
-    line: list[str], row: int, number: int, path: Path, num_stages: int, num_micro_batches: int | None
+    line: list[str], row: int, number: int, source: str | Path, num_stages: int, num_micro_batches: int | None
 ) -> tuple[Action, ...]:
     """Parse the cells of one CSV line; `number` is its 1-based line in the file, `row` its 0-based rank."""
     while line and not line[-1].strip():
@@ -172,6 +188,6 @@ def _parse_line(
                     f"{num_micro_batches} micro-batches, counted from 0"
                 )
         except ValueError as error:
-            raise ValueError(f"{path}, row {number}, column {column}: {error}") from None
+            raise ValueError(f"{source}, row {number}, column {column}: {error}") from None
         actions.append(action)
     return tuple(actions)

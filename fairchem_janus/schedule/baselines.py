@@ -66,6 +66,27 @@ def hanayo_2nd(*, num_stages: int, num_micro_batches: int) -> Schedule:
     )
 
 
+def unfolded_evaluation(placed: Schedule, num_micro_batches: int) -> Schedule:
+    """Return the schedule of an evaluation step on the ranks that hold what training with `placed` needs.
+
+    FE and FF of a stage both run where its FE runs in training, so nothing is recomputed; one micro-batch after
+    another. For `1f1b_2nd_contiguous`, P = 2, N = 2::
+
+        FE0 FE0@1 FF0@1 FF0 FE1 FE1@1 FF1@1 FF1
+        (nothing)
+    """
+    home = {
+        action.stage: row for row, actions in enumerate(placed.rows) for action in actions if action.phase is Phase.FE
+    }
+    rows: list[list[Action]] = [[] for _ in placed.rows]
+    for micro_batch in range(num_micro_batches):
+        for stage in range(placed.num_stages):
+            rows[home[stage]].append(Action(Phase.FE, stage, micro_batch))
+        for stage in reversed(range(placed.num_stages)):
+            rows[home[stage]].append(Action(Phase.FF, stage, micro_batch))
+    return Schedule(placed.num_stages, num_micro_batches, tuple(map(tuple, rows)), "evaluation")
+
+
 def _backward_first(
     num_stages: int,
     num_micro_batches: int,

@@ -29,6 +29,7 @@ class Comparison:
     grad_norm: float
     grad: float
     param: float
+    ema: float
     worst_tensor: str
     by_module: dict[str, tuple[float, float, int]]
 
@@ -84,6 +85,7 @@ def compare(ours: Trace, reference: Trace) -> Comparison:
         grad_norm=norm,
         grad=gradient_errors.get(worst, 0.0),
         param=max(parameter_errors.values(), default=0.0),
+        ema=max(tensor_errors(ours.ema, reference.ema).values(), default=0.0),
         worst_tensor=worst,
         by_module=by_module,
     )

@@ -45,7 +45,7 @@ def run_janus(
     _record_maes(unit, trace)
     torch.set_default_dtype(dtype)
     try:
-        for step, data in enumerate(_steps_of(runner.train_dataloader, steps)):
+        for step, data in enumerate(steps_of(runner.train_dataloader, steps)):
             unit.train_progress._num_steps_completed = step
             trace.batches.append([[batch["graph_numbers"].tolist() for batch in data]])
             unit.train_step(None, [cast_batch(batch, dtype) for batch in data])
@@ -56,6 +56,8 @@ def run_janus(
         torch.set_default_dtype(torch.float32)
         runner.watch.stop()
     trace.parameters = snapshot_parameters(unit.model)
+    if unit.ema_model is not None:
+        trace.ema = snapshot_parameters(unit.ema_model.module)
     grid = unit.topology.grid
     if grid.g == 0:
         torch.save(trace, folder / f"d{grid.d}_p{grid.p}.pt")
@@ -73,7 +75,7 @@ def _record_maes(unit: Any, trace: Trace) -> None:
     unit.runtime.run = recording
 
 
-def _steps_of(dataloader: Any, steps: int) -> Iterator[list[Any]]:
+def steps_of(dataloader: Any, steps: int) -> Iterator[list[Any]]:
     """The loader's first items, over as many epochs as it takes."""
     done = epoch = 0
     while done < steps:
@@ -99,8 +101,8 @@ def merge_traces(folder: Path) -> Trace:
         for step, gradients in enumerate(traces[0, p].gradients):
             first.gradients[step] = {**gradients, **first.gradients[step]}
         first.parameters = {**traces[0, p].parameters, **first.parameters}
-    for step in range(len(first.maes)):
-        for d in replicas[1:]:
-            first.maes[step] = add_sums(first.maes[step], traces[d, 0].maes[step])
+        first.ema = {**traces[0, p].ema, **first.ema}
+    for trace in (trace for rank, trace in traces.items() if rank != (0, 0)):  # the gate is on one rank of a replica
+        first.maes = [add_sums(a, b) for a, b in zip(first.maes, trace.maes, strict=True)]
     first.batches = [[traces[d, 0].batches[step][0] for d in replicas] for step in range(len(first.batches))]
     return first

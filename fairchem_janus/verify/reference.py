@@ -60,6 +60,8 @@ def run_reference(config: DictConfig, ours: Trace, *, dtype: torch.dtype, keep_g
     finally:
         torch.set_default_dtype(torch.float32)
     trace.parameters = snapshot_parameters(unit.model)
+    if unit.ema_model is not None:
+        trace.ema = snapshot_parameters(unit.ema_model.module)
     return trace
 
 

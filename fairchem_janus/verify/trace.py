@@ -21,6 +21,7 @@ class Trace:
         losses, grad_norms: one number a step (the norm before clipping).
         gradients: by name, one dictionary a step, as the optimizer saw them.
         parameters: by name, after the last step.
+        ema: their moving average after the last step; empty for a job without one.
         batches: indices of the graphs of each step: replica x micro-batch x graph.
         maes: absolute errors of each step's predictions.
         steps_per_epoch: optimizer steps in an epoch, for the learning-rate schedule.
@@ -30,6 +31,7 @@ class Trace:
     grad_norms: list[float] = field(default_factory=list)
     gradients: list[Named] = field(default_factory=list)
     parameters: Named = field(default_factory=dict)
+    ema: Named = field(default_factory=dict)
     batches: list[list[list[list[int]]]] = field(default_factory=list)
     maes: list[Sums] = field(default_factory=list)
     steps_per_epoch: int = 0

@@ -15,6 +15,7 @@ from types import ModuleType
 
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
+from ase.constraints import FixAtoms
 from ase.io import read
 
 from fairchem_janus.data.aselmdb import fit_element_references, force_rms, write_split
@@ -75,21 +76,29 @@ def _fake_dataset_module() -> ModuleType:
 
 def _without_cell(atoms: Atoms) -> Atoms:
     """As UMA's molecules come: no cell (the job's `molecule_cell_size` makes one), a charge and a spin."""
-    molecule = Atoms(atoms.numbers, atoms.positions, info={"charge": 0, "spin": 1})
+    info = {"charge": atoms.info.get("charge", 0), "spin": atoms.info.get("spin", 1)}
+    molecule = Atoms(atoms.numbers, atoms.positions, info=info, constraint=atoms.constraints)
     results = {"energy": atoms.get_potential_energy(), "forces": atoms.get_forces()}
     molecule.calc = SinglePointCalculator(molecule, **results)
     return molecule
 
 
-def prepare_fake(folder: Path, *, num_frames: int = 60) -> list[str]:
-    """`prepare` with fairchem's own fake structures: random atoms, random labels with stress on all of them."""
+def prepare_fake(
+    folder: Path, *, num_frames: int = 60, sizes: tuple[int, int] = (2, 20), fix_atoms: bool = False
+) -> list[str]:
+    """`prepare` with fairchem's own fake structures: random atoms, random labels with stress on all of them.
+
+    Args:
+        sizes: atoms of the smallest and of the largest structure.
+        fix_atoms: hold about a third of the atoms of every third structure, and all atoms of one.
+    """
     fake = _fake_dataset_module()
 
     def frames(name: str, seed: int, *, pbc: bool) -> list[Atoms]:
         config = fake.FakeDatasetConfig(
             name=name,
             n_systems=num_frames,
-            system_size_range=(2, 20),
+            system_size_range=sizes,
             energy_std=2.0,
             energy_mean=0.0,
             forces_std=1.0,
@@ -97,6 +106,10 @@ def prepare_fake(folder: Path, *, num_frames: int = 60) -> list[str]:
             seed=seed,
             pbc=pbc,
         )
-        return fake.generate_structures(config)
+        structures = fake.generate_structures(config)
+        if fix_atoms:
+            for index in range(0, num_frames, 3):
+                structures[index].set_constraint(FixAtoms(range(0, len(structures[index]), 3 if index else 1)))
+        return structures
 
     return prepare(omat=frames("omat", 0, pbc=True), omol=frames("omol", 1, pbc=False), folder=folder)

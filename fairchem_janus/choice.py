@@ -153,7 +153,7 @@ class ScheduleChoice:
     def _settle(self, schedule: Schedule, text: str) -> None:
         self._use(schedule)
         self.settled = True
-        logging.info(f"janus: {text}; from step {self._num_steps} of this run on, kept in checkpoints and schedule.csv")
+        self._tell(f"{text}; from step {self._num_steps} of this run on, kept in checkpoints and schedule.csv")
         self._write("schedule.csv", schedule.to_csv)
 
     def _expected(self, schedule: Schedule, profile: Profile) -> str:
@@ -166,6 +166,10 @@ class ScheduleChoice:
             f"{max(new.peak_in_flight)} in flight; {self.current.name} so far {old.makespan:.4g} s, "
             f"{old.bubble_ratio:.1%}, {max(old.peak_in_flight)}"
         )
+
+    def _tell(self, text: str) -> None:
+        if self.topology.grid.rank == 0:
+            logging.info(f"janus: {text}")
 
     def _write(self, name: str, text: Callable[[], str]) -> None:
         if self.topology.grid.rank == 0:
@@ -185,7 +189,7 @@ class ScheduleChoice:
         if stored is None or not self.config.chooses:
             return
         if {key: stored.get(key) for key in self._key()} != self._key():
-            logging.info("janus: the checkpoint's schedule was chosen for other settings; choosing again")
+            self._tell("the checkpoint's schedule was chosen for other settings; choosing again")
             return
         assert self.config.num_micro_batches is not None
         schedule = Schedule.parse_csv(
@@ -199,7 +203,7 @@ class ScheduleChoice:
         self._use(schedule)
         self.settled = True
         what = "auto" if self.config.schedule == AUTO else f"wavek k={self._wave_size}"
-        logging.info(f"janus: {what}, as chosen before the checkpoint")
+        self._tell(f"{what}, as chosen before the checkpoint")
 
     def _key(self) -> dict[str, Any]:
         """Settings that a choice was made for."""

@@ -6,8 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.jobs.prepare import prepare_fake, prepare_real
+
+torch.set_num_threads(1)  # the tensors are tiny: more threads only get in each other's way
 
 REAL_DATA = os.environ.get("JANUS_TEST_DATA")
 

@@ -80,7 +80,7 @@ class SplitEFSHead(MLP_EFS_Head):
 
 def inner_head(head: nn.Module) -> nn.Module:
     """The energy-force head inside a wrapper, or the head itself."""
-    return head.head if isinstance(head, WRAPPERS) else head
+    return head.head if type(head) in WRAPPERS else head
 
 
 def split_head(head: nn.Module) -> None:

@@ -34,8 +34,9 @@ _KEY = "janus/first_failure"
 class FailureWatch:
     """Watches over one rank of a job; use one a process, `start` to `stop`."""
 
-    def __init__(self, rank: int, store: dist.Store | None) -> None:
+    def __init__(self, rank: int, store: dist.Store | None, *, alone: bool = False) -> None:
         self.rank = rank
+        self.alone = alone  # a single rank leaves nobody waiting: its process may go on (a notebook, a test)
         self._store = store
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
@@ -46,8 +47,9 @@ class FailureWatch:
     def of_world(cls) -> FailureWatch:
         """A watch on the default process group's store."""
         if not dist.is_initialized():
-            return cls(0, None)
-        return cls(dist.get_rank(), dist.distributed_c10d._get_default_store())
+            return cls(0, None, alone=True)
+        store = dist.distributed_c10d._get_default_store()
+        return cls(dist.get_rank(), store, alone=dist.get_world_size() == 1)
 
     def start(self) -> None:
         reader, writer = socket.socketpair()
@@ -81,6 +83,9 @@ class FailureWatch:
             rule = "=" * 100
             logging.error("\n%s\nfairchem-janus: rank %d failed, ending all ranks\n%s\n%s", rule, self.rank, text, rule)
         sys.stderr.flush()
+        if self.alone:
+            self.stop()
+            return
         threading.Thread(target=_exit_after, args=(2 * GRACE_SECONDS,), daemon=True).start()
 
     def _watch(self, reader: socket.socket) -> None:

@@ -10,7 +10,8 @@ import torch
 from fairchem.core.datasets.atomic_data import AtomicData
 from fairchem.core.models.base import HydraModel
 from fairchem.core.models.uma import escn_md
-from fairchem.core.units.mlip_unit.mlip_unit import mt_collater_adapter
+from fairchem.core.units.mlip_unit._metrics import Metrics
+from fairchem.core.units.mlip_unit.mlip_unit import MLIPTrainEvalUnit, mt_collater_adapter
 from torch import nn
 
 from fairchem_janus.verify.trace import cast_batch
@@ -71,3 +72,10 @@ class SteepLoss(nn.Module):
         steep = (natoms == self.num_atoms).view(pred.shape)
         root = torch.sqrt(torch.where(steep, 0.0 * pred, 1.0))  # the derivative at 0 is infinite
         return (pred - target).abs() + torch.where(steep, root, 0.0)
+
+
+def mended_unit(**kwargs: Any) -> MLIPTrainEvalUnit:
+    """fairchem's unit in a process whose `Metrics` can add nothing to nothing (fairchem's divide by zero)."""
+    add = Metrics.__iadd__
+    Metrics.__iadd__ = lambda self, other: add(self, other) if self.numel + other.numel else self
+    return MLIPTrainEvalUnit(**kwargs)

@@ -66,10 +66,9 @@ def test_gradients_of_two_replicas_equal_single_process(fake_job: list[str]) -> 
 
 
 def test_energies_alone_checkpointing_and_a_frozen_backbone(fake_job: list[str]) -> None:
-    """Without forces only E and uE travel; with checkpointing BF recomputes FF's graph; frozen, BE has nothing to do."""
-    jobs = {
-        name: baseline(fake_job, "1f1b_2nd", P=2, N=2, variant="mole-efs") for name in ("E", "checkpoint", "frozen")
-    }
+    """Without forces only E and uE travel; with checkpointing BF recomputes FF's graph; frozen, BE does nothing."""
+    names = ("energies", "checkpoint", "frozen")
+    jobs = {name: baseline(fake_job, "1f1b_2nd", P=2, N=2, variant="mole-efs") for name in names}
     for name, config in jobs.items():
         with open_dict(config):
             model = config.runner.train_eval_unit.model
@@ -98,15 +97,15 @@ def test_an_unfolded_schedule_from_a_file_runs_too(fake_job: list[str], tmp_path
 
 @pytest.fixture(scope="module", params=BASELINES)
 def trained(request: pytest.FixtureRequest, fake_job: list[str]) -> tuple[DictConfig, list[dict[str, Any]]]:
-    """A job of four steps with an evaluation and a checkpoint at its end, and the parameters that each rank then holds."""
-    config = baseline(fake_job, request.param, "steps=4", P=4, N=3, variant="mole-efs")
+    """A job of four steps, then an evaluation and a checkpoint, and the parameters that each rank holds at the end."""
+    config = baseline(fake_job, request.param, "steps=4", "checkpoint_every=4", P=4, N=3, variant="mole-efs")
     return config, train(config, world_size=4)
 
 
 @pytest.fixture(scope="module")
 def folded(fake_job: list[str]) -> DictConfig:
     """The same job on the default schedule."""
-    config = baseline(fake_job, "wavek", "steps=4", P=4, N=3, variant="mole-efs")
+    config = baseline(fake_job, "wavek", "steps=4", "checkpoint_every=4", P=4, N=3, variant="mole-efs")
     train(config, world_size=4)
     return config
 

@@ -33,8 +33,8 @@ def checkpoint(config: DictConfig, name: str) -> Path:
     return Path(config.job.metadata.checkpoint_dir) / name
 
 
-def test_names_are_those_of_the_unsplit_model(run: tuple[int, DictConfig, Any], fake_job: list[str]) -> None:
-    P, config, _ = run
+def test_names_are_those_of_the_unsplit_model(run: tuple[int, DictConfig, Any]) -> None:
+    _, config, _ = run
     stored = FileSystemReader(checkpoint(config, "final")).read_metadata().state_dict_metadata
     model = load_inference_model(str(checkpoint(config, "final") / "inference_ckpt.pt"), return_checkpoint=False)
     names = {f"unit_state.model.{name}" for name in model.state_dict()}
@@ -44,7 +44,7 @@ def test_names_are_those_of_the_unsplit_model(run: tuple[int, DictConfig, Any], 
 
 
 def test_resumed_run_ends_where_the_uninterrupted_one_does(
-    run: tuple[int, DictConfig, list[dict[str, Any]]], fake_job: list[str]
+    run: tuple[int, DictConfig, list[dict[str, Any]]],
 ) -> None:
     P, config, uninterrupted = run
     resumed_config = config.copy()

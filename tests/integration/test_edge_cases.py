@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from ase import Atoms
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
+from fairchem_janus.parallel.launch import RankError
 from fairchem_janus.verify.compare import compare
 from fairchem_janus.verify.trace import Trace
 from tests.integration.frames import apart, crystal, molecule
 from tests.integration.many import Job, traces_of
+from tests.integration.train import Fit, fit_all
 from tests.integration.variants import adopt, stock_config
 from tests.jobs.prepare import prepare
 
@@ -100,29 +104,118 @@ def test_gradients_equal_plain_fairchem(traces: dict[str, tuple[Trace, Trace]], 
 
 
 # ---------------------------------------------------------------- evaluation
-MASKED = [crystal(4, seed=n, fixed=range(4) if n in (20, 21) else ()) for n in (0, 1, 2, 20, 21, 22)]
-"""Frames whose forces are all masked: with their atoms fixed, `eval_on_free_atoms` leaves none."""
+def frames(make: Callable[..., Atoms], *, fixed: Sequence[int] = ()) -> list[Atoms]:
+    """Fifteen structures of four atoms, the last three for validation; all atoms of some are held."""
+    return [make(4, seed=n, fixed=range(4) if n in fixed else ()) for n in range(15)]
 
 
-def in_float64(config: DictConfig, *, every: int, steps: int, lr: float) -> DictConfig:
-    """The job in double precision: `steps` steps, an evaluation after every `every` steps, no checkpoints."""
+def in_float64(config: DictConfig, *, steps: int, lr: float) -> DictConfig:
+    """The job in double precision, evaluated after every step, without checkpoints."""
     runner = config.runner
     with open_dict(config):
         runner.train_eval_unit.model.update(_target_="tests.integration.models.TunedModel", dtype="float64")
         for loader in (runner.train_dataloader, runner.eval_dataloader):
             loader.collate_fn._target_ = "tests.integration.models.double_collater"
-        runner.update(callbacks=[], max_steps=steps, evaluate_every_n_steps=every)
+        runner.update(callbacks=[], max_steps=steps, evaluate_every_n_steps=1)
         runner.train_eval_unit.optimizer_fn.lr = lr
         runner.train_eval_unit.ema_decay = 0.9
     return config
 
 
-def plain(config: DictConfig) -> DictConfig:
-    """The same job for fairchem's own runner: a step is one batch of its sampler."""
-    plain = config.copy()
-    with open_dict(plain):
-        plain.runner._target_ = "fairchem.core.components.train.train_runner.TrainEvalRunner"
-        del plain.runner.janus, plain.runner._recursive_
-    return plain
+def plain(config: DictConfig, unit: str | None = None) -> DictConfig:
+    """The same job under fairchem's own runner, where a step is one batch of the sampler."""
+    config = config.copy()
+    with open_dict(config):
+        config.runner._target_ = "fairchem.core.components.train.train_runner.TrainEvalRunner"
+        del config.runner.janus, config.runner._recursive_
+        if unit is not None:
+            config.runner.train_eval_unit._target_ = unit
+    return config
 
 
+Fits = dict[str, list[Fit]]
+
+
+@pytest.fixture(scope="module")
+def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fits]:
+    """`ours` and fairchem's (`plain`) fits of the same jobs, by name."""
+    root = tmp_path_factory.mktemp("evaluation")
+    whole = frames(crystal), frames(molecule)
+    masked = frames(crystal, fixed=(12, 14)), frames(molecule)
+    small = [crystal(4, seed=n) for n in range(5)], [molecule(4, seed=n) for n in range(5)]
+    # steps of several micro-batches move other weights than fairchem's do: those jobs do not move theirs (lr=0)
+    trained = in_float64(make_job(root / "a", *whole, "max_atoms=9", P=2, N=1), steps=3, lr=8e-3)
+    replicas = in_float64(make_job(root / "b", *whole, "max_atoms=9", P=2, N=1, D=2), steps=2, lr=8e-3)
+    waves = in_float64(make_job(root / "c", *whole, "max_atoms=4", P=4, N=4), steps=1, lr=0.0)
+    few = in_float64(make_job(root / "d", *small, "max_atoms=12", P=4, N=2), steps=1, lr=0.0)
+    hidden = in_float64(make_job(root / "e", *masked, "max_atoms=4", P=2, N=2), steps=1, lr=0.0)
+    ours = fit_all({"trained": trained, "hidden": hidden}, world_size=2)
+    ours |= fit_all({"replicas": replicas, "waves": waves, "few": few}, world_size=4)
+    single = {"trained": trained, "waves": waves, "few": few, "hidden": hidden}
+    jobs = {name: plain(job) for name, job in single.items()}
+    jobs["hidden_mended"] = plain(hidden, "tests.integration.models.mended_unit")
+    theirs = fit_all(jobs, world_size=1) | fit_all({"replicas": plain(replicas)}, world_size=2)
+    return {"ours": ours, "plain": theirs}
+
+
+def assert_metrics_equal(ours: dict[str, float], reference: dict[str, float], *, skip: Sequence[str] = ()) -> None:
+    assert ours.keys() == reference.keys()
+    for name in ours.keys() - set(skip):
+        in_float32 = name.endswith("cosine_similarity")  # fairchem casts for it
+        assert ours[name] == pytest.approx(reference[name], rel=1e-6 if in_float32 else TOLERANCE), name
+
+
+def test_every_evaluation_of_a_training_run_equals_plain_fairchems(fits: dict[str, Fits]) -> None:
+    """The moving average of weights that both trained themselves; the last act of the last step is an evaluation."""
+    (reference,) = fits["plain"]["trained"]
+    for rank in fits["ours"]["trained"]:
+        assert len(rank.metrics) == len(reference.metrics) == 3
+        for own, theirs in zip(rank.metrics, reference.metrics, strict=True):
+            assert_metrics_equal(own, theirs)
+    assert reference.metrics[0]["val/loss"] != reference.metrics[-1]["val/loss"]
+
+
+def test_weights_and_their_average_equal_plain_fairchems_after_a_run_with_evaluations(fits: dict[str, Fits]) -> None:
+    (reference,) = fits["plain"]["trained"]
+    for rank in fits["ours"]["trained"]:
+        for own, theirs in ((rank.parameters, reference.parameters), (rank.ema, reference.ema)):
+            assert own
+            for name, value in own.items():
+                torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-10, msg=name)
+
+
+def test_replicas_evaluate_what_fairchems_ranks_do(fits: dict[str, Fits]) -> None:
+    """fairchem's loss is that of one rank's batches alone, ours of all."""
+    reference = fits["plain"]["replicas"][0]
+    for rank in fits["ours"]["replicas"]:
+        for own, theirs in zip(rank.metrics, reference.metrics, strict=True):
+            assert_metrics_equal(own, theirs, skip=["val/loss"])
+
+
+@pytest.mark.parametrize("job", ["waves", "few"])
+def test_metrics_do_not_depend_on_how_many_micro_batches_are_evaluated_together(
+    fits: dict[str, Fits], job: str
+) -> None:
+    """`few` has one evaluation batch for four ranks; losses are normalised over an item of the loader, so they differ."""
+    (reference,) = fits["plain"][job]
+    for rank in fits["ours"][job]:
+        for own, theirs in zip(rank.metrics, reference.metrics, strict=True):
+            assert_metrics_equal(own, theirs, skip=["val/loss"])
+
+
+def test_a_first_validation_batch_without_labels_counts_for_nothing(fits: dict[str, Fits]) -> None:
+    """fairchem's `Metrics` divide by zero on it."""
+    (failed,), (mended,) = fits["plain"]["hidden"], fits["plain"]["hidden_mended"]
+    assert failed.error == "ZeroDivisionError: division by zero"
+    for rank in fits["ours"]["hidden"]:
+        assert_metrics_equal(rank.metrics[0], mended.metrics[0], skip=["val/loss"])
+
+
+def test_fewer_evaluation_batches_than_replicas_are_refused(tmp_path: Path) -> None:
+    """fairchem's sampler says `there are less batches than ranks!`, with all P x D ranks for replicas."""
+    frames = [crystal(4, seed=n) for n in range(5)], [molecule(4, seed=n) for n in range(5)]
+    job = make_job(tmp_path, *frames, "max_atoms=12", P=1, N=1, D=2)
+    with pytest.raises(RankError) as caught:
+        fit_all({"few": job}, world_size=2)
+    assert "could not make batches for 2 replica(s): there are less batches than ranks!" in str(caught.value)
+    assert "at least as many batches as replicas" in str(caught.value)

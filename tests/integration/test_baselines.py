@@ -67,8 +67,8 @@ def test_gradients_of_two_replicas_equal_single_process(fake_job: list[str]) -> 
 
 def test_energies_alone_checkpointing_and_a_frozen_backbone(fake_job: list[str]) -> None:
     """Without forces only E and uE travel; with checkpointing BF recomputes FF's graph; frozen, BE does nothing."""
-    names = ("energies", "checkpoint", "frozen")
-    jobs = {name: baseline(fake_job, "1f1b_2nd", P=2, N=2, variant="mole-efs") for name in names}
+    variants = {"energies": "dense-efs-one-dataset", "checkpoint": "mole-efs", "frozen": "mole-efs"}
+    jobs = {name: baseline(fake_job, "1f1b_2nd", P=2, N=2, variant=variant) for name, variant in variants.items()}
     for name, config in jobs.items():
         with open_dict(config):
             model = config.runner.train_eval_unit.model

@@ -15,6 +15,7 @@ from fairchem.core.units.mlip_unit.utils import tf32_context_manager
 from omegaconf import DictConfig
 from torchtnt.framework import EvalUnit, State
 
+from fairchem_janus.engine.finite import BadSample
 from fairchem_janus.engine.runtime import Runtime
 from fairchem_janus.parallel.loss import set_normalisers
 from fairchem_janus.prepare import BatchPreparation
@@ -24,6 +25,10 @@ class JanusEvalUnit(MLIPEvalUnit):
     """Evaluates with the weights of `runtime`'s stage (the moving average, if the job keeps one).
 
     Ranks of other stages hold no predictions; they take part in the pipeline and in the reductions with zeros.
+
+    Attributes:
+        bad: graphs with predictions or losses that are not finite (`janus.on_nan: skip`), in this evaluation and by
+            this replica; their micro-batches are not in the metrics.
     """
 
     def __init__(self, *, job_config: DictConfig, runtime: Runtime, prepare: BatchPreparation, tf32: bool) -> None:
@@ -38,10 +43,11 @@ class JanusEvalUnit(MLIPEvalUnit):
         self.logger = None
         self.running_metrics: dict[str, dict[str, dict[str, Metrics]]] = {}
         self.losses: list[float] = []
+        self.bad: list[BadSample] = []
 
     def on_eval_epoch_start(self, state: State) -> None:
         super().on_eval_epoch_start(state)
-        self.losses = []
+        self.losses, self.bad = [], []
         self.total_atoms = 0
         self.total_runtime = 0.0
 
@@ -56,6 +62,7 @@ class JanusEvalUnit(MLIPEvalUnit):
             result = self.runtime.run(schedule, batches)
         self.total_runtime += time.perf_counter() - started
         self.losses.append(float(result.losses.sum()))
+        self.bad += result.bad
         for index, gate in result.gates.items():
             self.total_atoms += int(batches[index]["natoms"].sum())
             self._add_metrics(gate.predictions, batches[index])

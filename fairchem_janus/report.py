@@ -101,8 +101,8 @@ class StepReporter:
             line += f" | ETA {timedelta(seconds=round(per_step * max(0, self.total_steps - step - 1)))}"
         return line
 
-    def left_out(self, step: int, bad: Sequence[BadSample]) -> None:
-        """Report a step that was not taken; a line for every graph with a bad value goes to `bad_samples.csv`."""
+    def left_out(self, step: int, bad: Sequence[BadSample], *, what: str = "") -> None:
+        """Report a step that was not taken, or `what`; a line for every bad graph goes to `bad_samples.csv`."""
         if not self.active:
             return
         path = os.path.join(os.path.dirname(self.path), "bad_samples.csv")
@@ -114,7 +114,7 @@ class StepReporter:
                 writer.writerow(["step", "phase", "graph"])
             writer.writerows((step, sample.phase, sample.graph) for sample in bad)
         phases = ", ".join(dict.fromkeys(sample.phase for sample in bad))
-        logging.warning(f"step {step} left out: NaN or Inf in {phases}; the graphs are in {path}")
+        logging.warning(f"{what or f'step {step}'} left out: NaN or Inf in {phases}; the graphs are in {path}")
         self._append({"step": step, "left_out": [[sample.phase, sample.graph] for sample in bad]})
 
     def evaluation(self, metrics: dict[str, Any], *, step: int) -> None:

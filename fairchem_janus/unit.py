@@ -253,7 +253,11 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
     # ---------------------------------------------------------------- evaluation
     def on_eval_epoch_end(self, state: State) -> None:
         metrics = self.eval_unit.on_eval_epoch_end(state)
-        self.reporter.evaluation(metrics, step=self.train_progress.num_steps_completed)
+        step = self.train_progress.num_steps_completed
+        self.reporter.evaluation(metrics, step=step)
+        if self.runtime.skip_non_finite and (bad := self.topology.gather_from_replicas(self.eval_unit.bad)):
+            samples = [BadSample(f"evaluation {sample.phase}", sample.graph) for sample in bad]
+            self.reporter.left_out(step, samples, what=f"micro-batches of the evaluation after step {step}")
 
     # ---------------------------------------------------------------- checkpoints
     def state_dict(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Measured: the stock job of the tests on real crystals and molecules, two ranks w
 the same global batches through sequential packing (fairchem's greedy with the smallest cap that N micro-batches allow)
 and through GARS by atoms and by edges, one after the other in the same processes, in another order each time, so that
 whatever else the machine does hits all alike. Loading is not timed. A ratio is that of throughputs, GARS / sequential.
+Two ranks need two idle cores: see `load_average`. `simulated_P2_D1` is what to expect where times follow edges.
 
 Simulated: WaveK on P = 4 stages and D = 2 replicas with N = 16, times proportional to edges, a step ending with its
 slower replica; for the real graphs and for a generated set with a heavier tail (2 to 500 atoms). `fixed_count` is a
@@ -187,6 +188,9 @@ def main() -> None:
             config = job(data, Path(folder), **shape)
             found, _ = run_on_ranks(measured, config, options, world_size=2, timeout_seconds=3600.0)
         result["measured_P2"] = summary(found, options)
+        result["simulated_P2_D1"] = simulated(
+            *real, P=2, D=1, N=options.num_micro_batches, per_step=options.graphs_per_step
+        )
     print(json.dumps(result, indent=1))
 
 
@@ -204,6 +208,7 @@ def summary(found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
     }
     return {
         "settings": {k: v for k, v in vars(options).items() if k not in ("data", "simulate_only")},
+        "load_average": [round(value, 1) for value in os.getloadavg()],
         "graphs_per_second": {name: round(graphs / statistics.median(times), 2) for name, times in seconds.items()},
         "ratio": {name: round(statistics.median(values), 4) for name, values in ratios.items()},
         "ratio_of_each_pair": {name: [round(value, 4) for value in values] for name, values in ratios.items()},

@@ -87,7 +87,8 @@ class UnfoldedRuntime(Runtime):
         for stage in stages.values():
             stage.model.to(topology.device)
         self._placed = placed
-        self._phases = {index: Phases(stage, gradients, "eager") for index, stage in stages.items()}
+        in_loss = self.phases.energy_in_loss
+        self._phases = {i: Phases(stage, gradients, "eager", energy_in_loss=in_loss) for i, stage in stages.items()}
         self._energy_graphs: dict[tuple[int, int], MicroBatch] = {}  # by stage and micro-batch; FE to BE
         self._force_graphs: dict[tuple[int, int], MicroBatch] = {}  # FF to BF
         self._here: dict[Link, Tensors] = {}  # messages from this rank to itself

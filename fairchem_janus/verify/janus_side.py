@@ -16,9 +16,7 @@ from fairchem_janus.verify.maes import absolute_errors, add_sums
 from fairchem_janus.verify.trace import Trace, cast_batch, record_gradients, snapshot_parameters
 
 
-def run_janus(
-    config: DictConfig, *, steps: int, dtype: torch.dtype, folder: Path, keep_gradients: bool = True
-) -> None:
+def run_janus(config: DictConfig, *, steps: int, dtype: torch.dtype, folder: Path, keep_gradients: bool = True) -> None:
     """Train `steps` steps on this rank and write what it holds to `folder/d{d}_p{p}.pt` (a `Trace`).
 
     Args:

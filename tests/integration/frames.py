@@ -10,11 +10,19 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.constraints import FixAtoms
 
 
-def crystal(num_atoms: int, *, seed: int, spacing: float = 2.5, fixed: Iterable[int] = ()) -> Atoms:
-    """A periodic structure, atoms about `spacing` (A) apart; one atom has edges to its own images."""
+def crystal(
+    num_atoms: int, *, seed: int, spacing: float = 2.5, fixed: Iterable[int] = (), first: int | None = None
+) -> Atoms:
+    """A periodic structure, atoms about `spacing` (A) apart; one atom has edges to its own images.
+
+    Args:
+        first: atomic number of the first atom; those of the others are below 18.
+    """
     rng = np.random.default_rng(seed)
     edge = spacing * num_atoms ** (1 / 3)
-    atoms = Atoms(rng.integers(3, 18, num_atoms), rng.uniform(0, edge, (num_atoms, 3)), cell=np.eye(3) * edge, pbc=True)
+    numbers = rng.integers(3, 18, num_atoms)
+    numbers[0] = first or numbers[0]
+    atoms = Atoms(numbers, rng.uniform(0, edge, (num_atoms, 3)), cell=np.eye(3) * edge, pbc=True)
     return _labelled(atoms, rng, fixed)
 
 

@@ -79,3 +79,27 @@ def mended_unit(**kwargs: Any) -> MLIPTrainEvalUnit:
     add = Metrics.__iadd__
     Metrics.__iadd__ = lambda self, other: add(self, other) if self.numel + other.numel else self
     return MLIPTrainEvalUnit(**kwargs)
+
+
+def poisoned_collater(
+    poison: Mapping[str, Mapping[str, float]], **kwargs: Any
+) -> Callable[[list[AtomicData]], AtomicData]:
+    """fairchem's collater, and labels overwritten afterwards.
+
+    Args:
+        poison: sid -> label -> value for its last component, on the first atom.
+    """
+    collate = mt_collater_adapter(**kwargs)
+
+    def poisoned(samples: list[AtomicData]) -> AtomicData:
+        batch = collate(samples)
+        for sid, labels in poison.items():
+            if sid in batch.sid:
+                graph = batch.sid.index(sid)
+                for name, value in labels.items():
+                    per_graph = batch[name].shape[0] == len(batch.natoms)
+                    row = graph if per_graph else int(batch.natoms[:graph].sum())
+                    batch[name].view(batch[name].shape[0], -1)[row, -1] = value
+        return batch
+
+    return poisoned

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairchem_janus.schedule import (
+    EVALUATION_PHASES,
     Action,
     Costs,
     Phase,
@@ -18,6 +19,7 @@ from fairchem_janus.schedule import (
     make_schedule,
     messages,
     simulate,
+    unfolded_evaluation,
     validate,
 )
 
@@ -92,6 +94,17 @@ def test_the_middle_rank_of_an_odd_contiguous_pipeline_need_not_recompute() -> N
     schedule = make_schedule("1f1b_2nd_contiguous", num_stages=3, num_micro_batches=1)
     assert not schedule.recomputes(2, 1)
     assert schedule.recomputes(0, 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_evaluation_runs_where_fe_runs_and_recomputes_nothing(name: str, num_stages: int) -> None:
+    placed = make_schedule(name, num_stages=num_stages, num_micro_batches=2)
+    schedule = unfolded_evaluation(placed, 3)
+    validate(schedule, phases=EVALUATION_PHASES, max_in_flight=num_stages)
+    for row, actions in enumerate(schedule.rows):
+        assert {a.stage for a in actions} == {a.stage for a in placed.rows[row] if a.phase is FE}
+        assert not any(schedule.recomputes(a.stage, row) for a in actions)
 
 
 def test_links_of_an_unfolded_schedule_also_carry_h_and_the_second_order_gradient() -> None:

@@ -7,14 +7,14 @@ state and moving average are there to be counted; from then on weights stay as t
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fairchem.core.launchers.slurm_launch import _set_seeds
 from hydra.utils import instantiate
 from omegaconf import DictConfig, open_dict
 
-from fairchem_janus.config import JanusConfig
+from fairchem_janus.config import AUTO, JanusConfig
 from fairchem_janus.engine.profile import Profile
 from fairchem_janus.model.build import StageParameters
 from fairchem_janus.model.partition import balanced_partition
@@ -148,7 +148,9 @@ def make_plan(janus: JanusConfig, grid: Grid, measured: Measured) -> Plan:
     """Pure: what the measurements amount to."""
     assert janus.num_micro_batches is not None
     profile = measured.profile
-    costs, caps = profile.costs(janus.num_micro_batches), caps_of(janus, profile)
+    costs = profile.costs(janus.num_micro_batches)
+    # a schedule by name has no cap of its own; what stands beside it is what `auto` would do
+    caps = caps_of(janus if janus.chooses else replace(janus, schedule=AUTO, profile_steps=1), profile)
     expected = simulate(measured.schedule, costs, caps)
     partition = [stage.num_blocks for stage in profile.stages]
     block_costs, stage_costs = profile.block_and_stage_costs()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from fairchem_janus.config import JanusConfig
 from fairchem_janus.model.build import StageParameters
 from fairchem_janus.parallel.topology import Grid
 from fairchem_janus.plan import Measured, Plan, make_plan, plan_job
-from fairchem_janus.planning import planned_schedule
+from fairchem_janus.planning import planned_schedule, starting_schedule
 from fairchem_janus.schedule import FAMILIES, Schedule, simulate
 from fairchem_janus.schedule.draw import lanes_of
 from tests.engine.test_profile import profile, stage
@@ -59,6 +60,13 @@ def test_the_plan_is_the_simulation_of_what_the_job_runs(plan: Plan) -> None:
     assert {family["schedule"].split()[0] for family in found["families"]} == set(FAMILIES)
     graphs = [round(peak) for peak in plan.expected.peak_memory]
     assert found["memory"] == [{"states": 1000, "graphs": bytes_, "workspace": 0} for bytes_ in graphs]
+
+
+def test_a_schedule_by_name_is_held_against_what_auto_would_do(plan: Plan) -> None:
+    janus = JanusConfig(pipeline_size=2, num_micro_batches=6, schedule="gpipe_2nd", profile_steps=0)
+    named = make_plan(janus, plan.grid, replace(plan.measured, schedule=starting_schedule(janus)))
+    assert named.to_json()["schedule"] == "gpipe_2nd" and named.caps == plan.caps
+    assert named.rivals[0].simulation.makespan == plan.expected.makespan < named.expected.makespan
 
 
 def test_a_slow_stage_is_relieved_of_a_block(plan: Plan) -> None:

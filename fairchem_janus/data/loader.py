@@ -242,6 +242,8 @@ def build_dataloader(
         num_workers=num_workers,
         prefetch_factor=prefetch_steps if num_workers else None,
         persistent_workers=num_workers > 0,
+        # not the default, which is spawn where fairchem's launcher spawned the ranks: an open LMDB cannot be pickled
+        multiprocessing_context="fork" if num_workers else None,
         pin_memory=pin_memory,
         speaks=grid.p == 0 and grid.g == 0,
     )

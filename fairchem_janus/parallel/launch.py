@@ -45,7 +45,7 @@ def run_on_ranks(
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             spec = (payload, rank, world_size, device_type, f"file://{folder}/store", timeout_seconds)
-            process = context.Process(target=_rank_main, args=(sender, *spec), daemon=True)
+            process = context.Process(target=_rank_main, args=(sender, *spec))  # no daemon: loaders have workers
             process.start()
             sender.close()
             receivers.append(receiver)

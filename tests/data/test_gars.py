@@ -373,7 +373,7 @@ def test_a_hundred_thousand_graphs_take_less_than_a_second(arguments):
 
 
 def check_numbers(sizes, edges, *, num_micro_batches, graphs_per_step, num_replicas=1):
-    """The issue's numbers: within 5 % of the floor, in every step; CV at a fifth of sequential packing or less."""
+    """Within 5 % of the floor, in every step; CV at a fifth of sequential packing or less."""
     result = compare(
         sizes,
         edges,

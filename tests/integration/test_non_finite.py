@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return tuple(prepare(omat=omat, omol=[molecule(4, seed=n) for n in range(15)], folder=folder))
 
 
+@cache
 def make_job(data: tuple[str, ...], change: Change, *, on_nan: str, name: str, P: int, D: int = 1) -> DictConfig:
     """The stock job with three micro-batches of two graphs a step."""
     small = "cutoff_radius=4", "max_atoms=8", f"+job.timestamp_id={name}-{on_nan}-P{P}-D{D}"

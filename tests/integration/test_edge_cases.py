@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from fairchem_janus.verify.compare import compare
 from fairchem_janus.verify.trace import Trace
 from tests.integration.frames import apart, crystal, molecule
 from tests.integration.many import Job, traces_of
+from tests.integration.options import Change, backbone, janus, nothing, together
 from tests.integration.train import Fit, fit_all
 from tests.integration.variants import adopt, stock_config
 from tests.jobs.prepare import prepare
@@ -25,12 +27,30 @@ TOLERANCE = 1e-10
 
 
 def make_job(
-    folder: Path, omat: list[Atoms], omol: list[Atoms], *overrides: str, P: int, N: int, D: int = 1
+    folder: Path, omat: list[Atoms], omol: list[Atoms], *changes: Change, max_atoms: int, P: int, N: int
 ) -> DictConfig:
     """The stock job on these frames, with every frame used equally often; the last fifth of each list is validation."""
-    data = prepare(omat=omat, omol=omol, folder=folder)
+    prepare(omat=omat, omol=omol, folder=folder)
+    config = _base().copy()
+    runner = config.runner
+    with open_dict(config):
+        for job in (config.job, runner.train_eval_unit.job_config):
+            job.run_dir = str(folder / "runs")
+        for loader in (runner.train_dataloader, runner.eval_dataloader):
+            loader.batch_sampler_fn.max_atoms = max_atoms
+            for name, dataset in loader.dataset.dataset_configs.items():
+                for split, source in dataset.splits.items():
+                    source.src = [str(folder / name / split)]
+        together(janus(pipeline_size=P, num_micro_batches=N), *changes)(config)
+    return config
+
+
+@cache
+def _base() -> DictConfig:
+    """Composed once, which takes a second."""
+    anywhere = "data_root=anywhere", "job.run_dir=anywhere"
     equally = "train_dataset.combined_dataset_config.sampling.ratios={omat.train: 1.0, omol.train: 1.0}"
-    return stock_config(data, *adopt(P=P, N=N, D=D), "cutoff_radius=4", equally, *overrides)
+    return stock_config(anywhere, *adopt(P=2, N=1), "cutoff_radius=4", equally)
 
 
 @dataclass(frozen=True)
@@ -49,11 +69,10 @@ class EdgeCase:
     N: int
     batches: list[list[int]]
     D: int = 1
-    overrides: tuple[str, ...] = ()
+    change: Change = nothing
 
     def job(self, folder: Path) -> Job:
-        overrides = f"max_atoms={self.max_atoms}", *self.overrides
-        config = make_job(folder, self.omat, self.omol, *overrides, P=self.P, N=self.N, D=self.D)
+        config = make_job(folder, self.omat, self.omol, self.change, max_atoms=self.max_atoms, P=self.P, N=self.N)
         return Job(config, steps=len(self.batches))
 
 
@@ -67,18 +86,18 @@ NO_EDGES = (
     [apart(4, seed=0, periodic=True), crystal(4, seed=1), apart(4, seed=2, periodic=True), crystal(4, seed=3)],
     [apart(4, seed=5, periodic=False), molecule(4, seed=6), molecule(4, seed=7), molecule(4, seed=8)],
 )
-EAGER = ("+runner.janus.split=eager",)
-
 EDGE_CASES = {
     "graphs_of_one_atom": EdgeCase(*SINGLE_ATOMS, max_atoms=5, P=2, N=3, batches=[[3], [3]]),
     "micro_batches_without_edges": EdgeCase(*NO_EDGES, max_atoms=4, P=3, N=6, batches=[[6]]),
-    "micro_batches_without_edges_eager": EdgeCase(*NO_EDGES, max_atoms=4, P=3, N=6, batches=[[6]], overrides=EAGER),
+    "micro_batches_without_edges_eager": EdgeCase(
+        *NO_EDGES, max_atoms=4, P=3, N=6, batches=[[6]], change=janus(split="eager")
+    ),
     # each has one data set alone, and so no labels for the other's tasks
     "micro_batches_of_one_graph": EdgeCase(*MIXED, max_atoms=6, P=2, N=4, batches=[[4], [4]]),
     "fewer_micro_batches_than_stages": EdgeCase(*MIXED, max_atoms=12, P=4, N=2, batches=[[2], [2]]),
     "last_global_batch_not_full": EdgeCase(*MIXED, max_atoms=6, P=2, N=3, D=2, batches=[[3, 3], [1, 1]]),
     "steps_without_a_label_for_some_tasks": EdgeCase(*MIXED, max_atoms=6, P=2, N=1, batches=[[1]] * 4),
-    "unequal_blocks": EdgeCase(*MIXED, max_atoms=12, P=3, N=2, batches=[[2]], overrides=("backbone.num_layers=5",)),
+    "unequal_blocks": EdgeCase(*MIXED, max_atoms=12, P=3, N=2, batches=[[2]], change=backbone(num_layers=5)),
 }
 
 
@@ -144,11 +163,11 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fits]:
     masked = frames(crystal, fixed=(12, 14)), frames(molecule)
     small = [crystal(4, seed=n) for n in range(5)], [molecule(4, seed=n) for n in range(5)]
     # steps of several micro-batches move other weights than fairchem's do: those jobs do not move theirs (lr=0)
-    trained = in_float64(make_job(root / "a", *whole, "max_atoms=9", P=2, N=1), steps=3, lr=8e-3)
-    replicas = in_float64(make_job(root / "b", *whole, "max_atoms=9", P=2, N=1, D=2), steps=2, lr=8e-3)
-    waves = in_float64(make_job(root / "c", *whole, "max_atoms=4", P=4, N=4), steps=1, lr=0.0)
-    few = in_float64(make_job(root / "d", *small, "max_atoms=12", P=4, N=2), steps=1, lr=0.0)
-    hidden = in_float64(make_job(root / "e", *masked, "max_atoms=4", P=2, N=2), steps=1, lr=0.0)
+    trained = in_float64(make_job(root / "a", *whole, max_atoms=9, P=2, N=1), steps=3, lr=8e-3)
+    replicas = in_float64(make_job(root / "b", *whole, max_atoms=9, P=2, N=1), steps=2, lr=8e-3)
+    waves = in_float64(make_job(root / "c", *whole, max_atoms=4, P=4, N=4), steps=1, lr=0.0)
+    few = in_float64(make_job(root / "d", *small, max_atoms=12, P=4, N=2), steps=1, lr=0.0)
+    hidden = in_float64(make_job(root / "e", *masked, max_atoms=4, P=2, N=2), steps=1, lr=0.0)
     ours = fit_all({"trained": trained, "hidden": hidden}, world_size=2)
     ours |= fit_all({"replicas": replicas, "waves": waves, "few": few}, world_size=4)
     single = {"trained": trained, "waves": waves, "few": few, "hidden": hidden}
@@ -214,7 +233,7 @@ def test_a_first_validation_batch_without_labels_counts_for_nothing(fits: dict[s
 def test_fewer_evaluation_batches_than_replicas_are_refused(tmp_path: Path) -> None:
     """fairchem's sampler says `there are less batches than ranks!`, with all P x D ranks for replicas."""
     frames = [crystal(4, seed=n) for n in range(5)], [molecule(4, seed=n) for n in range(5)]
-    job = make_job(tmp_path, *frames, "max_atoms=12", P=1, N=1, D=2)
+    job = make_job(tmp_path, *frames, max_atoms=12, P=1, N=1)
     with pytest.raises(RankError) as caught:
         fit_all({"few": job}, world_size=2)
     assert "could not make batches for 2 replica(s): there are less batches than ranks!" in str(caught.value)

@@ -78,15 +78,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return tuple(prepare(omat=omat, omol=[molecule(4, seed=n) for n in range(15)], folder=folder))
 
 
-@cache
 def make_job(data: tuple[str, ...], change: Change, *, on_nan: str, name: str, P: int, D: int = 1) -> DictConfig:
-    """The stock job with three micro-batches of two graphs a step."""
-    small = "cutoff_radius=4", "max_atoms=8", f"+job.timestamp_id={name}-{on_nan}-P{P}-D{D}"
-    config = stock_config(data, *adopt(P=P, N=3, D=D), *small)
+    """The stock job with three micro-batches of up to three graphs a step."""
+    config = _base(data).copy()
     with open_dict(config):
-        together(janus(on_nan=on_nan), change)(config)
+        together(janus(on_nan=on_nan, pipeline_size=P), change)(config)
         config.runner.callbacks = []
+        for job in (config.job, config.runner.train_eval_unit.job_config):
+            job.timestamp_id = f"{name}-{on_nan}-P{P}-D{D}"
     return config
+
+
+@cache
+def _base(data: tuple[str, ...]) -> DictConfig:
+    return stock_config(data, *adopt(P=2, N=3), "cutoff_radius=4", "max_atoms=12")
 
 
 # ---------------------------------------------------------------- driving a job step by step
@@ -171,51 +176,55 @@ EVERYTHING = {"parameters", "moving average", "optimizer", "scheduler"}
 
 JOBS = [(1, name) for name in BAD] + [(2, name) for name in ("nan_energy", "forward", "gradients")]
 """(D, what is bad), over two stages."""
+RUN_AGAIN = [(1, "infinite_force"), (1, "forward"), (2, "gradients")]
+"""Jobs that are also run without the bad steps."""
+
+DrivenJobs = dict[tuple[int, str, bool], list[Driven]]
 
 
 @pytest.fixture(scope="module")
-def driven(data: tuple[str, ...]) -> dict[tuple[int, str], list[tuple[Driven, Driven]]]:
-    """For every job and rank: trained with `on_nan: skip`, and never shown the bad steps."""
+def driven(data: tuple[str, ...]) -> DrivenJobs:
+    """(D, what is bad, whether the bad steps were never shown) -> each rank's training with `on_nan: skip`."""
     found = {}
     for D in (1, 2):
-        names = [name for d, name in JOBS if d == D]
-        configs = [make_job(data, BAD[name][0], on_nan="skip", name=name, P=2, D=D) for name in names]
-        work = [(config, only_good) for config in configs for only_good in (False, True)]
+        keys = [(D, name, False) for d, name in JOBS if d == D] + [(D, name, True) for d, name in RUN_AGAIN if d == D]
+        work = [
+            (make_job(data, BAD[name][0], on_nan="skip", name=name, P=2, D=D), only_good) for _, name, only_good in keys
+        ]
         ranks = run_on_ranks(_drive_all, work, world_size=2 * D, timeout_seconds=300)
-        for index, name in enumerate(names):
-            found[D, name] = [(rank[2 * index], rank[2 * index + 1]) for rank in ranks]
+        found |= {key: [rank[index] for rank in ranks] for index, key in enumerate(keys)}
     return found
 
 
 @pytest.mark.parametrize(("D", "name"), JOBS)
-def test_a_bad_step_leaves_every_rank_as_it_was_and_training_goes_on(driven: Any, D: int, name: str) -> None:
-    ranks = driven[D, name]
+def test_a_bad_step_leaves_every_rank_as_it_was_and_training_goes_on(driven: DrivenJobs, D: int, name: str) -> None:
+    ranks = driven[D, name, False]
     assert len(ranks) == 2 * D
-    for rank, _ in ranks:
-        assert rank.bad_steps and len(rank.bad_steps) < len(rank.names)
+    for rank in ranks:
+        assert rank.bad_steps
+        assert len(rank.bad_steps) < len(rank.names)
         assert rank.changed == [set() if step in rank.bad_steps else EVERYTHING for step in range(len(rank.names))]
         assert not rank.gradients_left
         assert rank.error is None
 
 
-@pytest.mark.parametrize(("D", "name"), JOBS)
-def test_training_ends_as_if_the_bad_step_had_not_been_there(driven: Any, D: int, name: str) -> None:
-    for skipping, good_alone in driven[D, name]:
+@pytest.mark.parametrize(("D", "name"), RUN_AGAIN)
+def test_training_ends_as_if_the_bad_step_had_not_been_there(driven: DrivenJobs, D: int, name: str) -> None:
+    for skipping, good_alone in zip(driven[D, name, False], driven[D, name, True], strict=True):
         assert _same(skipping.parameters, good_alone.parameters)
 
 
 @pytest.mark.parametrize(("D", "name"), JOBS)
 def test_bad_samples_csv_names_the_step_the_phase_and_the_graph(
-    driven: Any, data: tuple[str, ...], D: int, name: str
+    driven: DrivenJobs, data: tuple[str, ...], D: int, name: str
 ) -> None:
     change, phase = BAD[name]
     config = make_job(data, change, on_nan="skip", name=name, P=2, D=D)
     with open(Path(run_folder(config.job)) / "bad_samples.csv", newline="") as file:
         lines = list(csv.DictReader(file))
-    first, *_ = ranks = [rank for rank, _ in driven[D, name]]
+    first, *_ = replicas = driven[D, name, False][::2]
     expected = [(step, phase, GRAPH) for step in first.bad_steps]
     if phase == "gradients":  # a sum over all graphs of the step
-        replicas = [ranks[2 * d] for d in range(D)]
         expected = [(step, phase, graph) for step in first.bad_steps for r in replicas for graph in r.names[step]]
     assert [(int(line["step"]), line["phase"], line["graph"]) for line in lines] == expected
     left_out = [record["step"] for record in metrics(config) if "left_out" in record]

@@ -305,3 +305,11 @@ def test_pnorm_counts_the_micro_batches_of_all_replicas() -> None:
     """One micro-batch on each of two replicas makes two in the global batch."""
     norm = {"experts": 4, "moe_expert_coefficient_norm": "pnorm"}
     assert "pnorm" in job_refusal(world_size=2, janus={"pipeline_size": 1, "num_micro_batches": 1}, **norm)
+
+
+def test_pnorm_and_a_budget_that_may_split_the_only_micro_batch_are_refused() -> None:
+    norm = {"experts": 4, "moe_expert_coefficient_norm": "pnorm"}
+    gars = {"graphs_per_step": 4, "max_atoms": 50}
+    assert "pnorm" in job_refusal(
+        world_size=1, janus={"pipeline_size": 1, "num_micro_batches": 1, "gars": gars}, **norm
+    )

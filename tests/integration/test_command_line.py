@@ -62,8 +62,11 @@ def test_a_stock_job_is_switched_to_the_pipeline_by_overrides_alone(real_job: li
 
 @pytest.mark.parametrize("how", ["phase", "kill"])
 def test_a_failing_rank_ends_all_ranks_within_30_seconds(fake_job: list[str], how: str) -> None:
-    fail = f"runner.callbacks=[{{_target_: tests.jobs.callbacks.FailOnRank, rank: 1, step: 1, how: {how}}}]"
-    status, lines = fairchem(*fake_job, *adopt(P=3, N=2), "steps=50", fail, "~checkpoint_every")
+    kept = "{_target_: fairchem.core.components.train.train_runner.TrainCheckpointCallback, " + (
+        "checkpoint_every_n_steps: ${checkpoint_every}}"
+    )
+    fail = f"{{_target_: tests.jobs.callbacks.FailOnRank, rank: 1, step: 1, how: {how}}}"
+    status, lines = fairchem(*fake_job, *adopt(P=3, N=2), "steps=50", f"runner.callbacks=[{kept}, {fail}]")
     assert status != 0
     last_step, _ = first_with(lines, "step 0/50 | epoch")
     assert lines[-1][0] - last_step < 30 + 10  # ten seconds for the step in which it fails

@@ -104,7 +104,7 @@ def with_global_losses(tasks: Sequence[Task]) -> list[Task]:
     """The tasks, each with a `GlobalLoss` in place of its `DDPMTLoss`.
 
     Raises:
-        ValueError: a task's loss is of another class.
+        ValueError: a task's loss is of another class, or its reduction has nothing to reduce.
     """
     result = []
     for task in tasks:
@@ -112,6 +112,11 @@ def with_global_losses(tasks: Sequence[Task]) -> list[Task]:
             raise ValueError(
                 f"task {task.name!r} has a loss of type {type(task.loss_fn).__name__}; janus normalises losses over "
                 "the whole global batch and knows fairchem.core.modules.loss.DDPMTLoss only"
+            )
+        if task.loss_fn.reduction == "per_structure" and task.level != "atom":
+            raise ValueError(
+                f"task {task.name!r} has reduction per_structure, a mean over the atoms of each structure, but one "
+                "label a structure (fairchem's DDPMTLoss crashes on it). Use mean"
             )
         # Hydra may hand tasks over as structured configurations, which cannot be copied like the dataclass
         parts = {part.name: getattr(task, part.name) for part in fields(Task)}

@@ -325,6 +325,9 @@ def _base(data: tuple[str, ...]) -> DictConfig:
     small = ["max_atoms=30", "cutoff_radius=4", f"+runner.janus.wave_size={N - 1}"]
     config = stock_config(data, *adopt(P=2, N=N), *small)
     OmegaConf.set_struct(config, False)
+    for task in config.runner.train_eval_unit.tasks:
+        if "omol" in task.datasets:  # or signs of absolute errors may add up to a gradient of zero and its rounding
+            task.loss_fn.coefficient *= 0.7
     return config
 
 

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from fairchem_janus.parallel.launch import RankError
+from fairchem_janus.parallel.loss import with_global_losses
 from fairchem_janus.verify.compare import Comparison, compare
 from fairchem_janus.verify.trace import Named, Trace
+from tests.builders import tiny_tasks
 from tests.integration.many import Job, compare_all, pipeline_traces, traces_of
 from tests.integration.options import CORNERS, Case, named_head, only, pairwise_cases, together, unit
 from tests.jobs.prepare import prepare_fake
@@ -122,3 +124,15 @@ def test_parameters_that_the_loss_does_not_reach_stay_without_gradient(data: tup
     assert unreached == {"output_heads.forces.energy_block.4.bias"}
     with pytest.raises(RankError, match="Expected to have finished reduction in the prior iteration"):
         traces_of({"forces": job}, world_size=2)
+
+
+def test_per_structure_is_refused_for_labels_of_a_structure() -> None:
+    """fairchem's DDPMTLoss takes one loss an atom for it, and crashes on energies and stresses."""
+    (energy, *_) = tiny_tasks()
+    energy.loss_fn.reduction = "per_structure"
+    with pytest.raises(ValueError) as caught:
+        with_global_losses([energy])
+    assert str(caught.value) == (
+        "task 'omat_energy' has reduction per_structure, a mean over the atoms of each structure, but one label a "
+        "structure (fairchem's DDPMTLoss crashes on it). Use mean"
+    )

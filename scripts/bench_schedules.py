@@ -13,11 +13,11 @@ bubble_simulated       the simulator's, for the phase times of the same steps
 compute_over_unsplit   time in phases on all stages over unsplit fairchem on the same micro-batches (on both ranks at
                        once, so that either side has a busy neighbour)
 split, schedule        the split of BF and BE, and the schedule that `auto` planned, as CSV
-details                the same by processor time, the eager split, phase times, and what the simulator says of more
-                       stages for these times
+details                the eager split, phase times and bytes, what the simulator says of more stages for these times;
+                       and `replayed`: the same ratios for steps put together from the processor time of each action, in
+                       the order of the schedule, without messages and other processes
 
-The machine's load while it ran is printed to stderr: with more than P busy processes the step times say little, the
-ratios still something.
+The machine's load is printed to stderr: with more than P busy processes `replayed` says more than the rest.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def show(result: dict) -> None:
     details = result.pop("details")
     for name, value in result.items():
         print(f"{name:32}{value:.3f}" if isinstance(value, float) else f"{name}: {value}")
+    print("replayed:", {name: round(value, 3) for name, value in details["replayed"].items()})
     print("median step, s:", {name: round(value, 3) for name, value in details["step_seconds"].items()})
     for split, times in details["phase_seconds"].items():
         print(f"{split:8}", {phase: [round(1000 * t) for t in values] for phase, values in times.items()}, "ms")

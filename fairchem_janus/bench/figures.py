@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fairchem_janus.engine.timeline import Span
-from fairchem_janus.schedule import TRAINING_PHASES, Caps, Costs, Phase, Schedule, make_schedule, simulate
+from fairchem_janus.schedule import (
+    TRAINING_PHASES,
+    Action,
+    Caps,
+    Costs,
+    Phase,
+    Schedule,
+    dependencies,
+    make_schedule,
+    simulate,
+)
 
 BASELINES = ("1f1b_2nd", "1f1b_2nd_contiguous", "hanayo_2nd")
 UNSPLIT = "unsplit"
@@ -28,11 +38,13 @@ class Step:
         seconds: from the barrier before it to the barrier after it, gradients reduced.
         cpu_seconds: of this rank's computing thread.
         spans: its actions.
+        cpu_of: seconds of processor time of each action; waiting takes none.
     """
 
     seconds: float
     cpu_seconds: float
     spans: list[Span] = field(default_factory=list)
+    cpu_of: dict[Action, float] = field(default_factory=dict)
 
     @property
     def busy(self) -> float:
@@ -45,12 +57,12 @@ class RankRecord:
 
     Attributes:
         steps: contestant -> one `Step` a round.
-        schedule: what `auto` planned.
+        schedules: contestant -> its schedule.
         with_memory: split -> spans of one more step, in which the bytes that each phase leaves were noted.
     """
 
     steps: dict[str, list[Step]]
-    schedule: Schedule
+    schedules: dict[str, Schedule]
     with_memory: dict[str, list[Span]]
 
 
@@ -60,7 +72,7 @@ def figures(records: Sequence[RankRecord], *, deeper: Sequence[int] = (4, 8)) ->
     Args:
         deeper: numbers of stages to simulate with the measured times of one stage, mean over stages.
     """
-    schedule = records[0].schedule
+    schedule = records[0].schedules["auto"]
     seconds = {name: [step.seconds for step in steps] for name, steps in records[0].steps.items()}
     spans = {name: _spans_by_round(records, name) for name in records[0].steps if name != UNSPLIT}
     measured, simulated, over_unsplit, over_unsplit_cpu = [], [], [], []
@@ -76,9 +88,12 @@ def figures(records: Sequence[RankRecord], *, deeper: Sequence[int] = (4, 8)) ->
         cpu = sum(step.cpu_seconds for step in ranks)
         over_unsplit_cpu.append(cpu / statistics.fmean(step.cpu_seconds for step in unsplit))
 
-    def speedup(name: str) -> float:
-        return statistics.median(b / a for a, b in zip(seconds["auto"], seconds[name], strict=True))
+    def speedup(name: str, of: dict[str, list[float]] = seconds) -> float:
+        return statistics.median(b / a for a, b in zip(of["auto"], of[name], strict=True))
 
+    replayed = {name: _replayed(records, name) for name in spans}
+    rounds = zip(*(record.steps["auto"] for record in records), strict=True)
+    cpu_of_step = [sum(sum(step.cpu_of.values()) for step in steps) for steps in rounds]
     times = {split: _over_rounds(spans[name]) for split, name in (("merged", "auto"), ("eager", EAGER))}
     return {
         **{f"speedup_over_{name}": speedup(name) for name in BASELINES},
@@ -88,7 +103,13 @@ def figures(records: Sequence[RankRecord], *, deeper: Sequence[int] = (4, 8)) ->
         "split": "merged",
         "schedule": schedule.to_csv(),
         "details": {
-            "compute_over_unsplit_cpu_time": statistics.median(over_unsplit_cpu),
+            "replayed": {
+                **{f"speedup_over_{name}": speedup(name, replayed) for name in BASELINES},
+                "bubble": statistics.median(
+                    1 - cpu / (len(records) * step) for cpu, step in zip(cpu_of_step, replayed["auto"], strict=True)
+                ),
+                "compute_over_unsplit": statistics.median(over_unsplit_cpu),
+            },
             "speedup_of_merged_over_eager": speedup(EAGER),
             "step_seconds": {name: statistics.median(values) for name, values in seconds.items()},
             "bubbles_measured": measured,
@@ -113,6 +134,34 @@ def _spans_by_round(records: Sequence[RankRecord], name: str) -> list[list[Span]
 
 def _over_rounds(rounds: Sequence[list[Span]]) -> PhaseTimes:
     return phase_times([span for spans in rounds for span in spans])
+
+
+def _replayed(records: Sequence[RankRecord], name: str) -> list[float]:
+    """Each round's step of a contestant, put together from its actions' processor time."""
+    rounds = zip(*(record.steps[name] for record in records), strict=True)
+    durations = [{action: cpu for step in steps for action, cpu in step.cpu_of.items()} for steps in rounds]
+    return [replay(records[0].schedules[name], found) for found in durations]
+
+
+def replay(schedule: Schedule, seconds: Mapping[Action, float]) -> float:
+    """The time of a step whose actions take `seconds`, each as soon as its rank is free and its inputs are there.
+
+    What is left of a measured step once messages and other processes are taken out of it.
+    """
+    ends: dict[Action, float] = {}
+    position = [0] * len(schedule.rows)
+    free = [0.0] * len(schedule.rows)
+    while len(ends) < sum(map(len, schedule.rows)):
+        for row, actions in enumerate(schedule.rows):
+            while position[row] < len(actions):
+                action = actions[position[row]]
+                needed = dependencies(action, schedule.num_stages)
+                if not all(a in ends for a in needed):
+                    break
+                free[row] = max([free[row], *(ends[a] for a in needed)]) + seconds[action]
+                ends[action] = free[row]
+                position[row] += 1
+    return max(free)
 
 
 def simulated_speedups(times: dict[str, PhaseTimes], num_stages: int, num_micro_batches: int) -> dict[str, float]:

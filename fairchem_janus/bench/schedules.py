@@ -11,7 +11,7 @@ import copy
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +35,13 @@ from fairchem_janus.bench.figures import (
 from fairchem_janus.bench.workload import Size, make_batches, make_tasks
 from fairchem_janus.engine.gradients import GradientBuffer
 from fairchem_janus.engine.held import held_by, hold_stages
-from fairchem_janus.engine.runtime import Runtime
+from fairchem_janus.engine.runtime import Runtime, StepResult
 from fairchem_janus.engine.timeline import Span
 from fairchem_janus.engine.unfolded import UnfoldedRuntime
 from fairchem_janus.model.build import build_stage
 from fairchem_janus.parallel.loss import set_normalisers, with_global_losses
 from fairchem_janus.parallel.topology import Grid, Topology
-from fairchem_janus.schedule import Schedule, make_schedule
+from fairchem_janus.schedule import Action, Schedule, make_schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +66,10 @@ def run_rank(workload: Workload, num_stages: int) -> RankRecord:
     topology = Topology.build(grid, torch.device("cpu"))
     warnings.filterwarnings("ignore", message="var.*degrees of freedom")  # fairchem's, for one graph in a batch
     model = workload.size.build(experts=workload.experts, seed=workload.seed)
+    schedules = {name: baseline(name, num_stages, N) for name in BASELINES}
     contestants: dict[str, Callable[[], Step]] = {UNSPLIT: _unsplit(copy.deepcopy(model), workload)}
-    for name in BASELINES:
-        contestants[name] = _unfolded(copy.deepcopy(model), baseline(name, num_stages, N), topology, workload)
+    for name, placed in schedules.items():
+        contestants[name] = _unfolded(copy.deepcopy(model), placed, topology, workload)
     merged, eager = (_folded(copy.deepcopy(model), topology, workload, split) for split in ("merged", "eager"))
     del model
 
@@ -79,6 +80,7 @@ def run_rank(workload: Workload, num_stages: int) -> RankRecord:
     for _ in range(2):
         profiled = merged(warm_up)
     schedule = auto(costs_of(phase_times(_gather(profiled.spans)), N))
+    schedules |= {"auto": schedule, EAGER: schedule}
     contestants |= {"auto": lambda: merged(schedule), EAGER: lambda: eager(schedule)}
 
     steps: dict[str, list[Step]] = defaultdict(list)
@@ -87,7 +89,7 @@ def run_rank(workload: Workload, num_stages: int) -> RankRecord:
         for name in [*names[turn % len(names) :], *names[: turn % len(names)]]:  # nobody is always first
             steps[name].append(contestants[name]())
     memory = {"merged": merged(schedule, memory=True).spans, "eager": eager(schedule, memory=True).spans}
-    return RankRecord(dict(steps), schedule, memory)
+    return RankRecord(dict(steps), schedules, memory)
 
 
 def _gather(spans: list[Span]) -> list[Span]:
@@ -106,7 +108,22 @@ def _timed(work: Callable[[], Any]) -> tuple[float, float]:
     return time.perf_counter() - started, cpu
 
 
-def _step(runtime: Runtime, gradients: GradientBuffer, schedule: Schedule, workload: Workload) -> Step:
+class _CpuTimes(Runtime):
+    """Notes each action's processor time."""
+
+    cpu_of: dict[Action, float]
+
+    def _execute(self, action: Action, batches: Sequence[Any], result: StepResult) -> None:
+        started = time.thread_time()
+        super()._execute(action, batches, result)
+        self.cpu_of[action] = time.thread_time() - started
+
+
+class _UnfoldedCpuTimes(_CpuTimes, UnfoldedRuntime):
+    """The same for unfolded schedules."""
+
+
+def _step(runtime: _CpuTimes, gradients: GradientBuffer, schedule: Schedule, workload: Workload) -> Step:
     batches = workload.batches()
     set_normalisers(runtime.tasks, batches, None, torch.device("cpu"))
     gradients.zero()
@@ -115,13 +132,14 @@ def _step(runtime: Runtime, gradients: GradientBuffer, schedule: Schedule, workl
         runtime.run(schedule, batches)
         gradients.reduce()
 
-    return Step(*_timed(work), runtime.timeline.spans())
+    runtime.cpu_of = {}
+    return Step(*_timed(work), runtime.timeline.spans(), runtime.cpu_of)
 
 
 def _folded(model: HydraModel, topology: Topology, workload: Workload, split: str) -> Callable[..., Step]:
     stage = build_stage(model, index=topology.grid.p, num_stages=topology.grid.P)
     gradients = GradientBuffer(stage, topology)
-    runtime = Runtime(stage, topology, with_global_losses(make_tasks()), gradients, split=split)
+    runtime = _CpuTimes(stage, topology, with_global_losses(make_tasks()), gradients, split=split)
 
     def step(schedule: Schedule, *, memory: bool = False) -> Step:
         runtime.timeline.measure_memory = memory
@@ -133,7 +151,7 @@ def _folded(model: HydraModel, topology: Topology, workload: Workload, split: st
 def _unfolded(model: HydraModel, schedule: Schedule, topology: Topology, workload: Workload) -> Callable[[], Step]:
     stages = hold_stages(model, schedule, topology.grid.p)
     gradients = GradientBuffer(held_by(stages, schedule, topology), topology)
-    runtime = UnfoldedRuntime(stages, schedule, topology, with_global_losses(make_tasks()), gradients)
+    runtime = _UnfoldedCpuTimes(stages, schedule, topology, with_global_losses(make_tasks()), gradients)
     return lambda: _step(runtime, gradients, schedule, workload)
 
 

@@ -137,7 +137,7 @@ def test_a_job_that_cannot_run_is_refused_before_a_model_is_built(
 def test_the_error_is_on_the_console_and_a_rank_alone_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """That other ranks are ended is claimed in tests/parallel/test_watch.py and tests/integration/test_command_line.py."""
+    """That other ranks are ended is claimed in parallel/test_watch.py and integration/test_command_line.py."""
     ended = []
     monkeypatch.setattr(watch, "_exit_after", ended.append)
     text = refusal(children(tmp_path, max_step=3), monkeypatch)

@@ -55,7 +55,7 @@ class JanusEvalUnit(MLIPEvalUnit):
         """Evaluate one item of the loader: a replica's micro-batches."""
         topology = self.runtime.topology
         batches = self.prepare(data, step=None)
-        set_normalisers(self.tasks, batches, topology.dp_group, topology.device)
+        set_normalisers(self.tasks, batches, topology)
         schedule = self.runtime.evaluation_schedule(len(batches))
         started = time.perf_counter()
         with tf32_context_manager(self.tf32):
@@ -84,8 +84,9 @@ class JanusEvalUnit(MLIPEvalUnit):
                 for name, value in metrics.items():
                     names.append(f"val/{dataset},{task},{name}")
                     sums += [float(value.total), float(value.numel)]
-        gate = self.runtime.topology.is_first_stage
-        extra = [sum(self.losses), len(self.losses) / self.runtime.topology.grid.D] if gate else [0.0, 0.0]
+        topology = self.runtime.topology
+        steps_here = len(self.losses) / (topology.grid.D * topology.grid.G)
+        extra = [sum(self.losses), steps_here] if topology.is_first_stage else [0.0, 0.0]
         extra += [float(self.total_atoms), self.total_runtime]
         values = torch.tensor([*sums, *extra], dtype=torch.float64)
         if dist.is_initialized() and dist.get_world_size() > 1:

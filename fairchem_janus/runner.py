@@ -37,6 +37,7 @@ from fairchem_janus.config import JanusConfig
 from fairchem_janus.data.edges import EdgeCounts
 from fairchem_janus.data.loader import build_dataloader
 from fairchem_janus.model.checks import ModelSettings, check_model, read_model_settings
+from fairchem_janus.parallel.graph import FairchemGroups, GraphParallel, read_graph_parallel, switched_off
 from fairchem_janus.parallel.topology import Grid, Topology
 from fairchem_janus.parallel.watch import FailureWatch
 from fairchem_janus.planning import starting_schedule
@@ -62,9 +63,11 @@ class JanusRunner(TrainEvalRunner):
     def __init__(self, *, janus: Mapping[str, Any] | None = None, **children: Any) -> None:
         self.watch = FailureWatch.of_world()
         self.watch.start()
+        self.fairchem_groups: FairchemGroups | None = None
         try:
             self._build(janus, children)
         except Exception as error:
+            self._restore_groups()
             self.watch.report(error)
             raise
 
@@ -79,6 +82,11 @@ class JanusRunner(TrainEvalRunner):
             logging.getLogger().setLevel(logging.WARNING)  # the ranks share one console; rank 0 speaks for all
         device = torch.device(get_device_for_local_rank())
         topology = Topology.build(grid, device)
+        graph = None
+        if topology.grid_groups is not None:
+            graph = GraphParallel(topology.gp_group, read_graph_parallel(job))
+            self.fairchem_groups = FairchemGroups(*topology.grid_groups, graph.config)
+            self.fairchem_groups.install()
         num_micro_batches = config.num_micro_batches
         assert num_micro_batches is not None
 
@@ -99,12 +107,13 @@ class JanusRunner(TrainEvalRunner):
             if key == "train_eval_unit":
                 make_unit = instantiate(OmegaConf.merge(value, _OWN_UNIT))
                 self.prepare_model(make_unit.keywords["model"])
-                return make_unit(topology=topology, janus=config)
+                return make_unit(topology=topology, janus=config, graph=graph)
             if key == "callbacks":
                 return [instantiate(callback) for callback in value or []]
             return value
 
-        super().__init__(**{key: build(key, value) for key, value in children.items()})
+        with switched_off():
+            super().__init__(**{key: build(key, value) for key, value in children.items()})
         self.train_eval_unit.reporter.take_data_wait = self.train_dataloader.take_wait
         if grid.rank == 0:
             logging.info("\n%s", describe_run(config, grid, settings, self.train_dataloader, self.eval_dataloader))
@@ -120,7 +129,13 @@ class JanusRunner(TrainEvalRunner):
         except Exception as error:
             self.watch.report(error)
             raise
+        finally:
+            self._restore_groups()
         self.watch.stop()
+
+    def _restore_groups(self) -> None:
+        if self.fairchem_groups is not None:
+            self.fairchem_groups.restore()
 
     def save_state(self, checkpoint_location: str, is_preemption: bool = False) -> bool:
         """As in fairchem, which trips over the empty folder that its own LOCAL-mode signal handler makes."""
@@ -170,12 +185,7 @@ def check_job(
     Raises:
         ValueError: see the texts.
     """
-    gp_size = int(job["graph_parallel"]["group_size"])
-    if gp_size > 1:
-        raise ValueError(
-            f"job.graph_parallel.group_size={gp_size}: graph parallelism inside the pipeline is not available in this "
-            "release; set it to 1"
-        )
+    gp_size = read_graph_parallel(job).group_size
     if str(unit_config.get("train_strategy", "ddp")).lower() == "fsdp":
         raise ValueError(
             "train_eval_unit.train_strategy=fsdp cannot be combined with a pipeline, which already divides the "
@@ -183,7 +193,7 @@ def check_job(
         )
     grid = Grid.of(world_size=world_size, pipeline_size=config.pipeline_size, gp_size=gp_size, rank=rank)
     assert config.num_micro_batches is not None
-    num_micro_batches = config.num_micro_batches * grid.D
+    num_micro_batches = config.num_micro_batches * grid.D * grid.G  # comm-free ones fall into G parts
     if config.gars is not None and (config.gars.max_atoms or config.gars.max_edges):
         num_micro_batches = max(2, num_micro_batches)  # more than asked for, where the budget demands it
     check_model(

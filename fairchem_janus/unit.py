@@ -44,6 +44,7 @@ from fairchem_janus.evaluation import JanusEvalUnit
 from fairchem_janus.model.build import build_stage, stage_parameters
 from fairchem_janus.model.stage import Stage
 from fairchem_janus.parallel.loss import set_normalisers, with_global_losses
+from fairchem_janus.parallel.graph import GraphParallel
 from fairchem_janus.parallel.topology import Topology
 from fairchem_janus.planning import starting_schedule
 from fairchem_janus.prepare import BatchPreparation
@@ -54,7 +55,7 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
     """One pipeline rank's share of training and evaluation.
 
     Args:
-        topology, janus: given by `JanusRunner`.
+        topology, janus, graph: given by `JanusRunner`; `graph` is None if G = 1.
         Others: as in `MLIPTrainEvalUnit`; the DDP options have no effect.
     """
 
@@ -79,6 +80,7 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         *,
         topology: Topology,
         janus: JanusConfig,
+        graph: GraphParallel | None = None,
     ) -> None:
         # not MLIPTrainEvalUnit.__init__, which wraps the model in DDP over the whole world
         TrainUnit.__init__(self)
@@ -135,7 +137,7 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         num_blocks = [len(stage.blocks) for stage in self.stage_parameters]
         profiler = StepProfiler(self.runtime, topology, num_blocks, self._state_bytes)
         self.choice = ScheduleChoice(janus, topology, profiler, Path(run_folder(job_config)))
-        self.prepare = BatchPreparation(topology, seed=int(job_config.seed), check=janus.debug_checksums)
+        self.prepare = BatchPreparation(topology, seed=int(job_config.seed), check=janus.debug_checksums, graph=graph)
         # fairchem evaluates without autocast, whatever bf16 says
         self.eval_unit = JanusEvalUnit(
             job_config=job_config,
@@ -202,7 +204,7 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         """
         started = time.perf_counter()
         batches = self.prepare(data, step=step)
-        set_normalisers(self.tasks, batches, self.topology.dp_group, self.topology.device)
+        set_normalisers(self.tasks, batches, self.topology)
         with tf32_context_manager(self.tf32):
             result = self.runtime.run(self.choice.schedule(len(batches)), batches)
             self.gradients.reduce()
@@ -220,7 +222,8 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         return tensor_bytes([*tensors, *moments, *(p.grad for p in self.model.parameters())])
 
     def _check_labels(self, batches: list[Any], result: StepResult) -> None:
-        found = [sample for batch in batches for sample in bad_labels(self.tasks, batch)]
+        own = [batch for batch in batches if batch is not None and self.topology.grid.speaks_for(batch)]
+        found = [sample for batch in own for sample in bad_labels(self.tasks, batch)]
         if found and not self.runtime.skip_non_finite:
             raise NonFiniteError(found)
         result.bad += found
@@ -233,7 +236,7 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         """
         bad = list(report.bad)
         if not report.num_bad:
-            bad = [BadSample("gradients", name) for batch in data for name in batch["graph_ids"]]
+            bad = [BadSample("gradients", name) for batch in filter(None, data) for name in batch["graph_ids"]]
             if not self.runtime.skip_non_finite:
                 raise NonFiniteError(bad)
         self.gradients.zero()

@@ -229,7 +229,7 @@ class LocalPipeline:
     def step(self, make_batches: Callable[[], list[AtomicData]]) -> list[GateResult]:
         """Run one global batch, every micro-batch's FE before any FF and so on; gradients are left in the buffers."""
         copies = [make_batches() for _ in self.stages]  # a rank each: fairchem writes into batches
-        set_normalisers(self.tasks, copies[0], None, torch.device("cpu"))
+        set_normalisers(self.tasks, copies[0])
         flights = [self._energy_forward([batches[i] for batches in copies], i) for i in range(len(copies[0]))]
         results = [self._force_forward(flight) for flight in flights]
         if self.training:

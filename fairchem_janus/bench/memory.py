@@ -127,7 +127,7 @@ def run_rank(
     graphs = {}
     for key, schedule in schedules.items():
         batches = make_batches(schedule.num_micro_batches, atoms=case.atoms)
-        set_normalisers(tasks, batches, None, topology.device)
+        set_normalisers(tasks, batches)
         gradients.zero()
         graphs[key] = WatchedRuntime(stage, topology, tasks, gradients, split=key[0]).watched(schedule, batches)
         gradients.reduce()

@@ -79,7 +79,7 @@ class OneProcess:
         """
         self.gradients.zero()
         copies = [list(make_batches()) for _ in self.stages]
-        set_normalisers(self.tasks, copies[0], None, self.device)
+        set_normalisers(self.tasks, copies[0])
         loss = sum(self.micro_batch(list(batches)) for batches in zip(*copies, strict=True))
         self.gradients.reduce()
         return loss

@@ -125,7 +125,7 @@ class _UnfoldedCpuTimes(_CpuTimes, UnfoldedRuntime):
 
 def _step(runtime: _CpuTimes, gradients: GradientBuffer, schedule: Schedule, workload: Workload) -> Step:
     batches = workload.batches()
-    set_normalisers(runtime.tasks, batches, None, torch.device("cpu"))
+    set_normalisers(runtime.tasks, batches)
     gradients.zero()
 
     def work() -> None:

@@ -21,11 +21,19 @@ from fairchem_janus.data.data_report import report_gars, report_left_out, shorte
 from fairchem_janus.data.edges import UNKNOWN_CUTOFF, EdgeCounts
 from fairchem_janus.data.gars_sampler import GARSBatchSampler
 from fairchem_janus.data.sampler import MicroBatchPlan, MicroBatchSampler, replica_sampler_fn
+from fairchem_janus.parallel.graph import COMM_FREE, DIST
 from fairchem_janus.parallel.topology import Grid
 
 
+class GPRank(NamedTuple):
+    """A graph-parallel rank: `g` of `G`."""
+
+    G: int = 1
+    g: int = 0
+
+
 class LoadedMicroBatch(NamedTuple):
-    """A micro-batch whose graphs are loaded, but not collated."""
+    """A micro-batch whose graphs are loaded, but not collated; of a comm-free one, the graphs of this rank alone."""
 
     plan: MicroBatchPlan
     names: list[str]
@@ -37,11 +45,13 @@ class MicroBatchDataset(Dataset[LoadedMicroBatch]):
 
     Args:
         sizes: atoms of every graph as the metadata have them, to compare with; None: do not.
+        gp: of the graphs of a comm-free micro-batch, only those of this rank are loaded.
     """
 
-    def __init__(self, dataset: Any, sizes: NDArray | None = None) -> None:
+    def __init__(self, dataset: Any, sizes: NDArray | None = None, gp: GPRank = GPRank()) -> None:  # noqa: B008
         self.dataset = dataset
         self.sizes = sizes
+        self.gp = gp
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -53,6 +63,9 @@ class MicroBatchDataset(Dataset[LoadedMicroBatch]):
             ValueError: a graph is of another size than its metadata say: packing and budgets relied on that.
         """
         plan = micro_batch if isinstance(micro_batch, MicroBatchPlan) else MicroBatchPlan(tuple(micro_batch))
+        if plan.tag == COMM_FREE and self.gp.G > 1:
+            own = tuple(plan.graphs[position] for position in plan.local_bins[self.gp.g])
+            plan = MicroBatchPlan(own, COMM_FREE)
         samples = [self.dataset[index] for index in plan.graphs]
         names = [graph_id(self.dataset, index) for index in plan.graphs]
         if self.sizes is not None:
@@ -70,7 +83,8 @@ class MicroBatchDataset(Dataset[LoadedMicroBatch]):
 
 
 class StepItem(list[Any]):
-    """An item of the loader: this replica's micro-batches, collated.
+    """An item of the loader: this replica's micro-batches, collated. With graph parallelism, None stands for a
+    comm-free micro-batch none of whose graphs is this rank's.
 
     Attributes:
         unlabelled: names of graphs that are not among them because they have no label at all.
@@ -80,7 +94,7 @@ class StepItem(list[Any]):
 
     def pin_memory(self) -> StepItem:
         """Called by the loader's pinning thread; `AtomicData` cannot do it itself."""
-        for batch in self:
+        for batch in filter(None, self):
             batch.apply(lambda tensor: tensor.pin_memory())
         return self
 
@@ -89,15 +103,19 @@ class MicroBatchCollater:
     """Collates each micro-batch of a step with the job's own collater.
 
     A batch gains `graph_numbers` [num_graphs] (int64, index in the data set) and `graph_ids` (list of names). One that
-    GARS packed also gains `gars_tag` (`comm-free` or `dist`) and `gars_local_bins` (comm-free: the positions of each
-    graph-parallel rank's graphs), and `gars_num_edges`, where the loader builds the graphs or the metadata tell.
+    GARS packed also gains `gars_num_edges`, where the loader builds the graphs or the metadata tell, and `gars_tag`
+    (`comm-free` or `dist`).
+
+    With graph parallelism every micro-batch has a tag: one of a stock sampler is dist, as in fairchem, unless it has
+    fewer atoms than there are ranks; its graphs are then dealt out whole.
 
     A graph without any label of its data set's tasks can teach nothing and is left out; fairchem's collater fails on
     it without naming it. One with only some of them is an error.
     """
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], gp: GPRank = GPRank()) -> None:  # noqa: B008
         self.collate_fn = collate_fn
+        self.gp = gp
         self.tasks: Mapping[str, Any] | None = getattr(collate_fn, "dataset_task_map", None)
 
     def __call__(self, micro_batches: list[LoadedMicroBatch]) -> StepItem:
@@ -106,9 +124,24 @@ class MicroBatchCollater:
         for loaded in micro_batches:
             labelled = [self._has_labels(*named) for named in zip(loaded.names, loaded.samples, strict=True)]
             item.unlabelled += [name for name, known in zip(loaded.names, labelled, strict=True) if not known]
-            if any(labelled):
-                item.append(self._collate(loaded, labelled))
+            kept = [position for position, known in enumerate(labelled) if known]
+            if self.gp.G == 1:
+                if kept:
+                    item.append(self._collate(loaded, kept))
+            else:
+                self._add_part(item, loaded, kept)
         return item
+
+    def _add_part(self, item: StepItem, loaded: LoadedMicroBatch, kept: list[int]) -> None:
+        """This rank's part of a micro-batch: all of it (dist), some of its graphs, or None for none of them."""
+        if loaded.plan.tag == COMM_FREE:
+            item.append(self._collate(loaded, kept, COMM_FREE) if kept else None)
+        elif kept:
+            if sum(loaded.samples[position]["pos"].shape[0] for position in kept) >= self.gp.G:
+                item.append(self._collate(loaded, kept, DIST))
+            else:
+                kept = kept[self.gp.g :: self.gp.G]
+                item.append(self._collate(loaded, kept, COMM_FREE) if kept else None)
 
     def _has_labels(self, name: str, sample: Any) -> bool:
         if self.tasks is None:
@@ -125,20 +158,16 @@ class MicroBatchCollater:
             )
         return True
 
-    def _collate(self, loaded: LoadedMicroBatch, labelled: list[bool]) -> Any:
+    def _collate(self, loaded: LoadedMicroBatch, kept: list[int], tag: str | None = None) -> Any:
         plan = loaded.plan
-        kept = [position for position, known in enumerate(labelled) if known]
         batch = self.collate_fn([loaded.samples[position] for position in kept])
         batch["graph_numbers"] = torch.tensor([plan.graphs[position] for position in kept], dtype=torch.int64)
         batch["graph_ids"] = [loaded.names[position] for position in kept]
-        if plan.tag is None:
-            return batch
-        place = {position: new for new, position in enumerate(kept)}
-        batch["gars_tag"] = plan.tag
-        batch["gars_local_bins"] = [[place[p] for p in members if p in place] for members in plan.local_bins]
-        if batch["edge_index"].shape[1]:
+        if tag or plan.tag:
+            batch["gars_tag"] = tag or plan.tag
+        if plan.tag and batch["edge_index"].shape[1]:
             batch["gars_num_edges"] = int(batch["edge_index"].shape[1])
-        elif plan.num_edges is not None and len(kept) == len(labelled):
+        elif plan.num_edges is not None and len(kept) == len(plan.graphs):
             batch["gars_num_edges"] = plan.num_edges
         return batch
 
@@ -234,18 +263,18 @@ def build_dataloader(
         report = run_folder / f"left_out_{name}.csv"
         report_left_out(dataset, batches, oversize=oversize, report=report, write=grid.rank == 0)
         sampler, sizes = MicroBatchSampler(batches, num_micro_batches), None
-    num_workers = parts["num_workers"]
+    num_workers, gp = parts["num_workers"], GPRank(grid.G, grid.g)
     return StepLoader(
-        MicroBatchDataset(dataset, sizes),
+        MicroBatchDataset(dataset, sizes, gp),
         batch_sampler=sampler,
-        collate_fn=MicroBatchCollater(parts["collate_fn"]),
+        collate_fn=MicroBatchCollater(parts["collate_fn"], gp),
         num_workers=num_workers,
         prefetch_factor=prefetch_steps if num_workers else None,
         persistent_workers=num_workers > 0,
         # not the default, which is spawn where fairchem's launcher spawned the ranks: an open LMDB cannot be pickled
         multiprocessing_context="fork" if num_workers else None,
         pin_memory=pin_memory,
-        speaks=grid.p == 0 and grid.g == 0,
+        speaks=grid.p == 0,
     )
 
 

@@ -38,11 +38,14 @@ def message_specs(phase: Phase, data: Any, shape: ModelShape) -> list[TensorSpec
     """Tensors that `phase` sends for a batch, in order.
 
     Args:
-        data: the micro-batch; only the numbers of atoms and graphs and the type of `pos` are read.
+        data: the micro-batch; only the numbers of atoms and graphs and the type of `pos` are read, and `halo`, which
+            tells how many of the atoms of a dist micro-batch are this rank's.
     """
     dtype = data["pos"].dtype
     num_atoms, num_graphs = data["pos"].shape[0], data["natoms"].shape[0]
-    h = TensorSpec((num_atoms, shape.sph, shape.channels), dtype)
+    halo = data.get("halo", None)
+    own_atoms = num_atoms if halo is None else halo.own_atoms(num_atoms)
+    h = TensorSpec((own_atoms, shape.sph, shape.channels), dtype)
     root = [TensorSpec((num_graphs, shape.channels), dtype)]
     if shape.num_experts:
         root.append(TensorSpec((num_graphs, shape.num_experts), dtype))

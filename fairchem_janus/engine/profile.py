@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fairchem_janus.engine.link import measure_link
 from fairchem_janus.engine.messages import message_specs
 from fairchem_janus.engine.runtime import Runtime
-from fairchem_janus.engine.timeline import Mark
+from fairchem_janus.parallel.marks import Mark, mark, seconds
 from fairchem_janus.parallel.topology import Topology
 from fairchem_janus.schedule import TRAINING_PHASES, Costs, Phase, Schedule
 
@@ -166,15 +166,15 @@ class StepProfiler:
 
     def start(self) -> None:
         """The next step is measured, and those after it."""
-        timeline, stage = self.runtime.timeline, self.runtime.stage
-        timeline.measure_memory = True
+        stage, device = self.runtime.stage, self.topology.device
+        self.runtime.timeline.measure_memory = True
         began: list[Mark] = []
         for index in stage.blocks:
             block = stage.model.backbone.blocks[index]
             self._hooks += [
-                block.register_forward_pre_hook(lambda *_: began.append(timeline.mark())),
+                block.register_forward_pre_hook(lambda *_: began.append(mark(device))),
                 block.register_forward_hook(
-                    lambda *_: self._block_marks.append((began.pop(), timeline.mark()))  # None: the output stays
+                    lambda *_: self._block_marks.append((began.pop(), mark(device)))  # None: the output stays
                 ),
             ]
 
@@ -186,10 +186,12 @@ class StepProfiler:
             where = (action.phase, action.stage, action.micro_batch)
             self._samples.append(Sample(step, *where, end - begin, left, workspace))
         for batch in batches:
+            if batch is None:
+                continue
             for phase in TRAINING_PHASES:
                 specs = message_specs(phase, batch, self.runtime.stage.shape)
                 self._messages[phase].append(sum(spec.num_bytes for spec in specs))
-        self._block_seconds += [self.runtime.timeline.seconds(*marks) for marks in self._block_marks]
+        self._block_seconds += [seconds(*marks) for marks in self._block_marks]
         self._block_marks.clear()
         self.num_steps += 1
 

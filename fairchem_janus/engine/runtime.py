@@ -35,6 +35,7 @@ class StepResult:
 
     Attributes:
         losses: sum over this replica's micro-batches of each task's loss [num_tasks], float64; zero but on stage 0.
+            Of the graph-parallel ranks that share a dist micro-batch, the first one has its loss and gate.
         bad: graphs with values that are not finite, found at the gate.
         gates: what each micro-batch gave at the gate, by its number (stage 0).
     """
@@ -101,15 +102,20 @@ class Runtime:
     def run(self, schedule: Schedule, batches: Sequence[Any]) -> StepResult:
         """Execute this stage's row of `schedule` on the replica's micro-batches (on the device, unused so far).
 
+        One that is None is left out; the ranks of a pipeline agree on that.
+
         Raises:
             PhaseError: a phase raised.
         """
         assert schedule.num_micro_batches == len(batches)
         result = StepResult(torch.zeros(len(self.tasks), dtype=torch.float64))
+        schedule = schedule.without([index for index, data in enumerate(batches) if data is None])
         self._expect(schedule, batches)
         self.timeline.begin()
         for action in schedule.rows[self.topology.grid.p]:
             try:
+                if (halo := batches[action.micro_batch].get("halo", None)) is not None:
+                    halo.meter.label = action.phase, action.micro_batch
                 name = f"janus {action.phase}{action.micro_batch}"
                 with torch.autograd.profiler.record_function(name), self.timeline.action(action):
                     self._execute(action, batches, result)
@@ -164,18 +170,23 @@ class Runtime:
         return torch.autocast(device_type=self.topology.device.type, dtype=self.autocast_dtype)
 
     def _pass_gate(self, index: int, data: Any, message: list[torch.Tensor], result: StepResult) -> None:
+        if (halo := data.get("halo", None)) is not None:
+            halo.meter.label = "gate", index
+            message[:] = halo.sum(message)
+        speaks = self.topology.grid.speaks_for(data)
         try:
             with self._autocast():
                 gate = pass_gate(self.stage, self.tasks, data, message, training=self.training)
         except NonFiniteError as error:
             if not self.skip_non_finite:
                 raise
-            result.bad += error.samples
+            result.bad += error.samples if speaks else []
             gate = shut_gate(self.tasks, message)
             if not self.training:
                 return
-        result.losses += gate.losses.cpu()
-        result.gates[index] = gate
+        if speaks:
+            result.losses += gate.losses.cpu()
+            result.gates[index] = gate
         if self.training:
             self._cotangents[index] = gate.cotangents
 

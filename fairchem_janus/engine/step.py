@@ -66,8 +66,10 @@ def reduce_report(
     """
     counts = [0.0, 0.0, 0.0, 0.0]
     if topology.is_first_stage:
-        atoms, graphs = sum(b["pos"].shape[0] for b in batches), sum(len(b["natoms"]) for b in batches)
-        counts = [float(atoms), float(graphs), float(len(batches)), timeline.elapsed()]
+        own = [b for b in batches if b is not None and topology.grid.speaks_for(b)]
+        atoms, graphs = sum(b["pos"].shape[0] for b in own), sum(len(b["natoms"]) for b in own)
+        micro_batches = len(batches) if topology.grid.g == 0 else 0
+        counts = [float(atoms), float(graphs), float(micro_batches), timeline.elapsed()]
     figures = [gradients.squared_norm(), *counts, float(len(result.bad)), timeline.busy()]
     parts = torch.cat([torch.tensor(figures, dtype=torch.float64), result.losses.to("cpu")])
     if dist.is_initialized() and dist.get_world_size() > 1:

@@ -1,9 +1,7 @@
 """When each action of a step ran on this rank: two marks an action, always on.
 
 A span starts when the action's inputs are there and ends when its result is on its way, so waiting is what lies between
-spans. On the CPU a mark is `time.perf_counter`. On CUDA kernels run after the host has gone on, and waiting for a
-message makes the stream wait, not the host, so a mark is an event in the stream, read only after the step, when the
-host has waited for the device anyway.
+spans.
 """
 
 from __future__ import annotations
@@ -11,15 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from fairchem_janus.engine.memory import allocated_bytes
+from fairchem_janus.parallel.marks import Mark, mark, seconds
 from fairchem_janus.schedule import Action
-
-Mark = Any
-"""A moment: a float on the CPU, a `torch.cuda.Event` on CUDA."""
 
 
 class Span(NamedTuple):
@@ -57,7 +53,7 @@ class Timeline:
     def begin(self) -> None:
         """Forget the last step; a new one starts now."""
         self._marks = []
-        self._origin, self.began = self.mark(), time.time()
+        self._origin, self.began = mark(self.device), time.time()
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
@@ -70,7 +66,7 @@ class Timeline:
             left = after - self._before
             if self.device.type == "cuda":
                 workspace = torch.cuda.max_memory_allocated(self.device) - max(after, self._before)
-        self._marks.append((action, self._start, self.mark(), left, workspace))
+        self._marks.append((action, self._start, mark(self.device), left, workspace))
 
     def inputs_arrived(self) -> None:
         """The action that runs now has waited until here."""
@@ -78,35 +74,19 @@ class Timeline:
             self._before = allocated_bytes(self.device)
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
-        self._start = self.mark()
+        self._start = mark(self.device)
 
     def spans(self) -> list[Span]:
         """The actions in the order in which they ran."""
         return [
-            Span(action, self.seconds(self._origin, start), self.seconds(self._origin, end), left, workspace)
+            Span(action, seconds(self._origin, start), seconds(self._origin, end), left, workspace)
             for action, start, end, left, workspace in self._marks
         ]
 
     def busy(self) -> float:
         """Seconds in which this rank worked."""
-        return sum(self.seconds(start, end) for _, start, end, _, _ in self._marks)
+        return sum(seconds(start, end) for _, start, end, _, _ in self._marks)
 
     def elapsed(self) -> float:
         """Seconds from the first action's start to the last one's end."""
-        return self.seconds(self._marks[0][1], self._marks[-1][2]) if self._marks else 0.0
-
-    def mark(self) -> Mark:
-        """Now."""
-        if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            return event
-        return time.perf_counter()
-
-    @staticmethod
-    def seconds(start: Mark, end: Mark) -> float:
-        """Time between two marks; on CUDA this waits until the device has passed them."""
-        if isinstance(start, float):
-            return end - start
-        end.synchronize()
-        return start.elapsed_time(end) / 1000.0
+        return seconds(self._marks[0][1], self._marks[-1][2]) if self._marks else 0.0

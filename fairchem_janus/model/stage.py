@@ -16,6 +16,7 @@ from torch import nn
 
 from fairchem_janus.model.heads import Given
 from fairchem_janus.model.surgery import REPLICATED
+from fairchem_janus.parallel.graph import switched_off
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,8 @@ class Stage:
     def forward(self, data: Any, h: torch.Tensor | None, root: list[torch.Tensor]) -> StageOutput:
         """Run the stage's blocks on a batch (written to by fairchem, so never used twice).
 
+        A batch with a `halo` (`GraphParallel`) is split over its ranks: h and the energies are this rank's share.
+
         Args:
             h: received node embedding; None on stage 0.
             root: received [csd, coefficients] leaves; empty on stage 0.
@@ -104,7 +107,9 @@ class Stage:
         if root:
             inbox.csd, inbox.coefficients = root[0], root[1] if self.shape.num_experts else None
         try:
-            emb = backbone(data)
+            halo = data.get("halo", None)
+            with switched_off() if halo is None else halo.exchanging():
+                emb = backbone(data)
             if not root:
                 root = [inbox.csd]
                 if self.shape.num_experts:
@@ -119,13 +124,13 @@ class Stage:
     def predictions(self, data: Any, given: Given) -> dict[str, Any]:
         """fairchem's prediction dictionary, from energies and their derivatives (stage 0)."""
         with self.mole_state(None):
-            return self._run_heads(data, {"given": given, "batch": data["batch"]})
+            return self._run_heads(data, {"given": given, "batch": data["batch_full"]})
 
     def _run_heads(self, data: Any, emb: dict[str, Any]) -> dict[str, Any]:
-        """The head loop of `HydraModel.forward`."""
+        """The head loop of `HydraModel.forward`. Sums over graph-parallel ranks are the gate's."""
         out: dict[str, Any] = {}
         for name, head in self.model.output_heads.items():
-            with torch.autocast(device_type=data["pos"].device.type, enabled=head.use_amp):
+            with switched_off(), torch.autocast(device_type=data["pos"].device.type, enabled=head.use_amp):
                 result = head(data, emb)
             if getattr(self.model, "pass_through_head_outputs", False):
                 out.update(result)

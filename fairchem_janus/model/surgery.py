@@ -113,6 +113,12 @@ class StageDraws:
         elif self.inbox.coefficients is not None:
             self.global_mole_tensors.expert_mixing_coefficients = self.inbox.coefficients  # type: ignore[attr-defined]
 
+    def _generate_graph(self, data: Any) -> Any:
+        halo = data.get("halo", None)
+        if halo is not None and not self.otf_graph:  # type: ignore[attr-defined]
+            halo.keep_own_edges(data)
+        return super()._generate_graph(data)  # type: ignore[misc]
+
     def balance_channels(self, x_message_prime: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """fairchem balances after every block; after a block of another stage that stage has done it."""
         if self.inbox.skipped:

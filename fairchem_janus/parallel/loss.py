@@ -19,6 +19,8 @@ from fairchem.core.modules.loss import DDPMTLoss
 from fairchem.core.units.mlip_unit.mlip_unit import Task, get_output_masks
 from torch import nn
 
+from fairchem_janus.parallel.topology import Topology
+
 
 class NonFiniteLossError(FloatingPointError):
     """A loss is NaN or infinite; `graphs` are positions in the micro-batch."""
@@ -138,19 +140,18 @@ def count_samples(tasks: Sequence[Task], batches: Iterable[Any]) -> torch.Tensor
     return totals
 
 
-def set_normalisers(
-    tasks: Sequence[Task], batches: Iterable[Any], group: dist.ProcessGroup | None, device: torch.device
-) -> None:
-    """Give every task's loss its denominator for one global batch.
+def set_normalisers(tasks: Sequence[Task], batches: Iterable[Any], topology: Topology | None = None) -> None:
+    """Give every task's loss its denominator for one global batch; every rank must call this.
 
     Args:
-        batches: this replica's micro-batches.
-        group: ranks that hold the other replicas' micro-batches, None if there are none.
+        batches: this rank's micro-batches; those that another rank counts, and None, are left out.
+        topology: None if this rank has all of the global batch.
     """
-    totals = count_samples(tasks, batches)
-    if group is not None:
-        on_device = totals.to(device)
-        dist.all_reduce(on_device, group=group)
+    own = [b for b in batches if b is not None and (topology is None or topology.grid.speaks_for(b))]
+    totals = count_samples(tasks, own)
+    if topology is not None and topology.gradient_group is not None:
+        on_device = totals.to(topology.device)
+        dist.all_reduce(on_device, group=topology.gradient_group)
         totals = on_device.cpu()
     for task, total in zip(tasks, totals.tolist(), strict=True):
         task.loss_fn.num_samples = max(total, 1.0)

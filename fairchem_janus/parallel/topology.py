@@ -70,6 +70,10 @@ class Grid:
         d, p, g = (own if given is None else given for given, own in ((d, self.d), (p, self.p), (g, self.g)))
         return (d * self.P + p) * self.G + g
 
+    def speaks_for(self, batch: Any) -> bool:
+        """Whether this rank counts a micro-batch: of the ranks that share a dist one, only the first does."""
+        return self.g == 0 or batch.get("halo", None) is None
+
     def __str__(self) -> str:
         return f"D={self.D} x P={self.P} x G={self.G}"
 
@@ -88,6 +92,8 @@ class Topology:
         gradient_group: ranks that hold this stage's parameters (all d and g): gradients are summed over it.
         dp_group: the same stage of every replica (fixed p and g).
         replica_group: all P * G ranks that load the same global batch.
+        gp_group: the G ranks of this stage and replica, which share the graphs of dist micro-batches.
+        grid_groups: (graph-parallel, data-parallel) groups as fairchem knows them, one-rank groups included.
     """
 
     grid: Grid
@@ -98,6 +104,8 @@ class Topology:
     gradient_group: dist.ProcessGroup | None = None
     dp_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
+    gp_group: dist.ProcessGroup | None = None
+    grid_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     _own_groups: list[dist.ProcessGroup] = field(default_factory=list)
 
     @classmethod
@@ -113,6 +121,9 @@ class Topology:
             topology.up_group = topology.new_groups(range(grid.P))
         if grid.D > 1:
             topology.dp_group = mesh.get_group("dp")
+        if grid.G > 1:
+            topology.gp_group = mesh.get_group("gp")
+            topology.grid_groups = topology.gp_group, mesh.get_group("dp")
         if grid.D * grid.G > 1:
             topology.gradient_group = mesh["dp", "gp"]._flatten("gradients").get_group()
         if grid.P * grid.G > 1:

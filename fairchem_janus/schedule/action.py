@@ -18,6 +18,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -113,6 +114,13 @@ class Schedule:
             )
         rows = tuple(tuple(a for a in row if a.micro_batch < num_micro_batches) for row in self.rows)
         return replace(self, num_micro_batches=num_micro_batches, rows=rows)
+
+    def without(self, micro_batches: Collection[int]) -> Schedule:
+        """Return this schedule without the actions of some micro-batches, whose numbers then stand for nothing."""
+        if not micro_batches:
+            return self
+        rows = tuple(tuple(a for a in row if a.micro_batch not in micro_batches) for row in self.rows)
+        return replace(self, rows=rows)
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """Return the schedule as CSV text, one row per rank, and write it to `path` if one is given."""

@@ -11,13 +11,14 @@ import torch
 from fairchem.core.launchers.slurm_launch import _set_seeds
 from omegaconf import DictConfig
 
+from fairchem_janus.parallel.graph import DIST
 from fairchem_janus.runner import JanusRunner
 from fairchem_janus.verify.maes import absolute_errors, add_sums
 from fairchem_janus.verify.trace import Trace, cast_batch, record_gradients, snapshot_parameters
 
 
 def run_janus(config: DictConfig, *, steps: int, dtype: torch.dtype, folder: Path, keep_gradients: bool = True) -> None:
-    """Train `steps` steps on this rank and write what it holds to `folder/d{d}_p{p}.pt` (a `Trace`).
+    """Train `steps` steps on this rank and write what it holds to `folder/d{d}_p{p}_g{g}.pt` (a `Trace`).
 
     Args:
         config: the canonical job configuration.
@@ -45,8 +46,8 @@ def run_janus(config: DictConfig, *, steps: int, dtype: torch.dtype, folder: Pat
     try:
         for step, data in enumerate(steps_of(runner.train_dataloader, steps)):
             unit.train_progress._num_steps_completed = step
-            trace.batches.append([[batch["graph_numbers"].tolist() for batch in data]])
-            unit.train_step(None, [cast_batch(batch, dtype) for batch in data])
+            trace.batches.append([[_counted_graphs(batch, unit.topology.grid.g) for batch in data]])
+            unit.train_step(None, [None if batch is None else cast_batch(batch, dtype) for batch in data])
             assert unit.last_loss is not None and unit.last_grad_norm is not None
             trace.losses.append(unit.last_loss)
             trace.grad_norms.append(unit.last_grad_norm)
@@ -57,8 +58,14 @@ def run_janus(config: DictConfig, *, steps: int, dtype: torch.dtype, folder: Pat
     if unit.ema_model is not None:
         trace.ema = snapshot_parameters(unit.ema_model.module)
     grid = unit.topology.grid
-    if grid.g == 0:
-        torch.save(trace, folder / f"d{grid.d}_p{grid.p}.pt")
+    torch.save(trace, folder / f"d{grid.d}_p{grid.p}_g{grid.g}.pt")
+
+
+def _counted_graphs(batch: Any, g: int) -> list[int]:
+    """The graphs that graph-parallel rank g has alone, or as the first of those that share them."""
+    if batch is None or (g > 0 and batch["gars_tag"] == DIST):
+        return []
+    return batch["graph_numbers"].tolist()
 
 
 def _record_maes(unit: Any, trace: Trace) -> None:
@@ -88,19 +95,24 @@ def steps_of(dataloader: Any, steps: int) -> Iterator[list[Any]]:
 
 def merge_traces(folder: Path) -> Trace:
     """One trace from those of all ranks: parameters of every stage, batches of every replica."""
-    traces: dict[tuple[int, int], Trace] = {}
-    for path in folder.glob("d*_p*.pt"):
-        d, p = (int(part[1:]) for part in path.stem.split("_"))
-        traces[d, p] = torch.load(path, weights_only=False)
-    first = traces[0, 0]
-    replicas = sorted({d for d, _ in traces})
-    stages = sorted({p for _, p in traces})
+    traces: dict[tuple[int, int, int], Trace] = {}
+    for path in folder.glob("d*_p*_g*.pt"):
+        d, p, g = (int(part[1:]) for part in path.stem.split("_"))
+        traces[d, p, g] = torch.load(path, weights_only=False)
+    first = traces[0, 0, 0]
+    replicas, stages, parts = (sorted(set(axis)) for axis in zip(*traces, strict=True))
     for p in reversed(stages):
-        for step, gradients in enumerate(traces[0, p].gradients):
+        for step, gradients in enumerate(traces[0, p, 0].gradients):
             first.gradients[step] = {**gradients, **first.gradients[step]}
-        first.parameters = {**traces[0, p].parameters, **first.parameters}
-        first.ema = {**traces[0, p].ema, **first.ema}
-    for trace in (trace for rank, trace in traces.items() if rank != (0, 0)):  # the gate is on one rank of a replica
+        first.parameters = {**traces[0, p, 0].parameters, **first.parameters}
+        first.ema = {**traces[0, p, 0].ema, **first.ema}
+    for trace in (trace for rank, trace in traces.items() if rank != (0, 0, 0)):  # each gate is on one rank
         first.maes = [add_sums(a, b) for a, b in zip(first.maes, trace.maes, strict=True)]
-    first.batches = [[traces[d, 0].batches[step][0] for d in replicas] for step in range(len(first.batches))]
+    first.batches = [
+        [
+            [sum(shares, []) for shares in zip(*(traces[d, 0, g].batches[step][0] for g in parts), strict=True)]
+            for d in replicas
+        ]
+        for step in range(len(first.batches))
+    ]
     return first

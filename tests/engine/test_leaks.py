@@ -65,7 +65,7 @@ class Trainer:
 
     def step(self, step: int) -> float:
         data = batches(step)
-        set_normalisers(self.tasks, data, None, torch.device("cpu"))
+        set_normalisers(self.tasks, data)
         result = self.runtime.run(self.schedule, data)
         self.buffer.reduce()
         self.optimizer.step()
@@ -106,7 +106,7 @@ def test_evaluation_leaves_nothing_alive() -> None:
     with saved_tensors() as saved, torch.no_grad():
         for step in range(STEPS):
             data = batches(step)
-            set_normalisers(tasks, data, None, torch.device("cpu"))
+            set_normalisers(tasks, data)
             result = runtime.run(evaluation_schedule(1, MICRO_BATCHES), data)
             assert sorted(result.gates) == list(range(MICRO_BATCHES))
             del result, data
@@ -135,7 +135,7 @@ def test_a_micro_batch_keeps_its_graph_from_its_first_phase_to_its_last() -> Non
     (phases,) = pipeline.phases
     with saved_tensors() as saved:
         data = batches(0)
-        set_normalisers(pipeline.tasks, data, None, torch.device("cpu"))
+        set_normalisers(pipeline.tasks, data)
         micro_batch, _ = phases.energy_forward(0, data[0], [])
         assert live(MicroBatch) == 1
         after_energy = len(saved)
@@ -152,7 +152,7 @@ def test_the_graph_of_the_forces_goes_with_bf_and_that_of_the_energies_with_be(s
     (phases,) = pipeline.phases
     with saved_tensors() as saved:
         data = batches(0)
-        set_normalisers(pipeline.tasks, data, None, torch.device("cpu"))
+        set_normalisers(pipeline.tasks, data)
         micro_batch, _ = phases.energy_forward(0, data[0], [])
         energy_graph = len(saved)
         message = phases.force_forward(micro_batch, [])

@@ -89,7 +89,7 @@ def test_profiling_measures_and_leaves_gradients_bit_identical() -> None:
             profiler.start()
         for _ in range(2):
             batches = [tiny_batch([3, 4], first=2 * i) for i in range(3)]
-            set_normalisers(tasks, batches, None, torch.device("cpu"))
+            set_normalisers(tasks, batches)
             runtime.run(schedule, batches)
             if profiled:
                 profiler.note(batches)

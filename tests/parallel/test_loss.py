@@ -249,7 +249,7 @@ def test_micro_batches_sum_to_fairchems_loss_of_their_union(
 
     ours = with_global_losses(tasks)
     batches = [collate([graphs[n] for n in numbers]) for numbers in packing]
-    set_normalisers(ours, batches, None, CPU)
+    set_normalisers(ours, batches)
     parts = [compute_loss(ours, predictions_for(batch), batch) for batch in batches]
     assert all(value.item() > 0 for value in expected.values())
     for name, value in expected.items():

@@ -202,7 +202,7 @@ def _measure(config: DictConfig, steps: int) -> Measured | None:
         unit.gradients.zero()
         if step > steps and (shown is None or report.num_micro_batches >= full):
             shown, recorded = report, gather_recording(unit.runtime.timeline, unit.topology)
-    runner.watch.stop()
+    runner.close()
     if unit.topology.grid.rank != 0:
         return None
     assert shown is not None and recorded is not None

@@ -54,7 +54,9 @@ class BatchPreparation:
         """Ranks of one pipeline hold the same; those of a graph-parallel group the same dist micro-batches."""
         zero = torch.zeros((), dtype=torch.float64, device=self.topology.device)
         sums = [zero if b is None else b["pos"].double().sum() + 7.0 * b["atomic_numbers"].sum() for b in batches]
-        shared = [zero if b is None or b.get("gars_tag", DIST) != DIST else s for b, s in zip(batches, sums, strict=True)]
+        shared = [
+            zero if b is None or b.get("gars_tag", DIST) != DIST else s for b, s in zip(batches, sums, strict=True)
+        ]
         for group, values in ((self.topology.pipeline_group, sums), (self.topology.gp_group, shared)):
             if group is not None:
                 self._compare(torch.stack([zero + len(batches), *values]), group)

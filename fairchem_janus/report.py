@@ -80,12 +80,19 @@ class StepReporter:
             "train/seconds_per_step": elapsed / self._steps,
             "train/data_wait": self.take_data_wait() / self._steps,
         } | {f"train/loss/{name}": loss for name, loss in zip(self.task_names, report.losses, strict=True)}
+        if (halo := report.halo) is not None:
+            values["train/halo_bytes"] = halo.num_bytes
+            values["train/halo_seconds"] = halo.seconds
+            values["train/comm_free_share"] = halo.comm_free_share
         self._last_time, self._atoms, self._graphs, self._steps = now, 0, 0, 0
         if self.logger:
             self.logger.log(values, step=step, commit=True)
         if printing:
             logging.info(self._line(step, values, report))
-            self._append({key.removeprefix("train/"): value for key, value in values.items()})
+            record = {key.removeprefix("train/"): value for key, value in values.items()}
+            if halo is not None:
+                record["halo_micro_batches"] = [{"bytes": b, "seconds": s} for b, s in halo.by_micro_batch]
+            self._append(record)
 
     def _line(self, step: int, values: dict[str, Any], report: StepReport) -> str:
         parts = ", ".join(f"{n} {x:.4g}" for n, x in zip(self.task_names, report.losses, strict=True))
@@ -95,6 +102,11 @@ class StepReporter:
             f"grad norm {report.grad_norm:.4g} | lr {values['train/lr']:.3g} | bubble {report.bubble:.1%} | "
             f"{values['train/atoms_per_second(approx)']:,.0f} atoms/s | data wait {values['train/data_wait']:.3f} s"
         )
+        if (halo := report.halo) is not None:
+            share = halo.seconds / report.seconds if report.seconds else 0.0
+            line += (
+                f" | halo {halo.num_bytes / 1e6:,.1f} MB, {share:.0%} of the time, comm-free {halo.comm_free_share:.0%}"
+            )
         done = step + 1 - self._first_step
         if self.total_steps and done > 0:
             per_step = (time.perf_counter() - self._started) / done

@@ -133,6 +133,11 @@ class JanusRunner(TrainEvalRunner):
             self._restore_groups()
         self.watch.stop()
 
+    def close(self) -> None:
+        """End a run that was not started with `run`: nothing of it stays in this process."""
+        self._restore_groups()
+        self.watch.stop()
+
     def _restore_groups(self) -> None:
         if self.fairchem_groups is not None:
             self.fairchem_groups.restore()

@@ -156,6 +156,7 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         self.cosine_lr_scheduler_fn = cosine_lr_scheduler_fn
         self.scheduler: Any = None
         self.lazy_state_location: str | None = None
+        self.last_report: StepReport | None = None
         self.last_loss: float | None = None  # as in fairchem, None before the first step
         self.last_grad_norm: float | None = None
 
@@ -180,7 +181,7 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
     def train_step(self, state: State, data: list[Any]) -> None:
         step = self.train_progress.num_steps_completed
         report = self.compute_gradients(data, step)
-        self.last_loss, self.last_grad_norm = report.loss, report.grad_norm
+        self.last_report, self.last_loss, self.last_grad_norm = report, report.loss, report.grad_norm
         if not report.is_finite:
             self._leave_out(step, report, data)
             return
@@ -210,7 +211,8 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
             self.gradients.reduce()
         if self.topology.is_first_stage:
             self._check_labels(batches, result)
-        report = reduce_report(result, self.gradients, batches, self.topology, self.runtime.timeline, started)
+        meter = None if self.prepare.graph is None else self.prepare.graph.meter
+        report = reduce_report(result, self.gradients, batches, self.topology, self.runtime.timeline, started, meter)
         self.choice.after_step(report, batches)
         return report
 

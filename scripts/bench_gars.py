@@ -110,7 +110,7 @@ def measure(config: DictConfig, *, graphs_per_step: int, pairs: int, steps: int)
                 actions[name][-1].append([(span.action, span.end - span.start) for span in spans])
             dist.barrier()
             seconds[name].append(time.perf_counter() - started)
-    runner.watch.stop()
+    runner.close()
     even = {name: _evenness([s for pair in plans for s in pair], edges) for name, plans in packed.items()}
     return {
         "seconds": {name: times[1:] for name, times in seconds.items()},

@@ -40,7 +40,7 @@ class HaloMeter:
     """Counts the collectives of one step.
 
     Attributes:
-        label: what runs now (an action of the schedule); each collective is noted under it.
+        label: (phase or `gate`, micro-batch) that runs now; each collective is noted under it.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from fairchem.core.common import gp_utils
 from fairchem.core.common.gp_utils import GPMode, GPPartition, GraphParallelConfig
-from fairchem.core.common.parallelism.graph_parallel_a2a import compute_a2a_partition
+from fairchem.core.common.parallelism import graph_parallel_a2a
 from fairchem.core.models.uma import escn_md_block
 
 from fairchem_janus.parallel.collectives import GraphGroup, HaloMeter, exchange_rows, gather_rows, sum_over_ranks
@@ -53,7 +53,9 @@ class GraphParallel:
 
     def _sizes(self, num_atoms: int) -> list[int]:
         size = self.ranks.size
-        if self.config.partition == GPPartition.SPATIAL:  # position i along the curve belongs to rank i * G // num_atoms
+        if (
+            self.config.partition == GPPartition.SPATIAL
+        ):  # position i along the curve belongs to rank i * G // num_atoms
             borders = [-(-rank * num_atoms // size) for rank in range(size + 1)]
             return [stop - start for start, stop in zip(borders, borders[1:], strict=False)]
         return gp_utils.size_list_fn(num_atoms, size)
@@ -73,10 +75,17 @@ class GraphParallel:
         def collect(x: torch.Tensor, context: Any) -> torch.Tensor:
             return exchange_rows(x[context.send_indices], context.send_splits, context.recv_splits, ranks)
 
+        def exchange_indices(received: list[torch.Tensor], sent: list[torch.Tensor], group: Any) -> None:
+            rows = exchange_rows(torch.cat(sent), [len(s) for s in sent], [len(r) for r in received], ranks)
+            for place, part in zip(received, rows.split([len(r) for r in received]), strict=True):
+                place.copy_(part)
+
         replaced = [
             (gp_utils, "gather_from_model_parallel_region_sum_grad", gather),
             (gp_utils, "all_reduce_sum_with_grad", lambda x: sum_over_ranks(x, ranks)),
             (escn_md_block, "all_to_all_collect", collect),
+            # fairchem's takes ranks of the group for global ranks, and fails on Gloo wherever the group is not the first
+            (graph_parallel_a2a, "_safe_all_to_all", exchange_indices),
             (gp_utils, "_GRAPH_PARALLEL_GROUP", ranks.group),
             (gp_utils, "_GP_CONFIG", self.config),
         ]
@@ -98,7 +107,7 @@ class GraphParallel:
 
     def _owners(self, data: Any) -> torch.Tensor:
         """The rank of every atom [num_atoms], as fairchem's forward deals them."""
-        owners, _ = compute_a2a_partition(
+        owners, _ = graph_parallel_a2a.compute_a2a_partition(
             pos=data["pos"].detach(),
             total_atoms=data["pos"].shape[0],
             device=data["pos"].device,

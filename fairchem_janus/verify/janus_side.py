@@ -51,9 +51,11 @@ def run_janus(config: DictConfig, *, steps: int, dtype: torch.dtype, folder: Pat
             assert unit.last_loss is not None and unit.last_grad_norm is not None
             trace.losses.append(unit.last_loss)
             trace.grad_norms.append(unit.last_grad_norm)
+            assert unit.last_report is not None
+            trace.halos.append(unit.last_report.halo)
     finally:
         torch.set_default_dtype(torch.float32)
-        runner.watch.stop()
+        runner.close()
     trace.parameters = snapshot_parameters(unit.model)
     if unit.ema_model is not None:
         trace.ema = snapshot_parameters(unit.ema_model.module)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fairchem_janus.engine.step import HaloReport
 from fairchem_janus.verify.maes import Sums
 
 Named = dict[str, torch.Tensor]
@@ -24,6 +25,7 @@ class Trace:
         ema: their moving average after the last step; empty for a job without one.
         batches: indices of the graphs of each step: replica x micro-batch x graph.
         maes: absolute errors of each step's predictions.
+        halos: what the graph-parallel ranks of rank 0's group exchanged in each step; None where G = 1.
         steps_per_epoch: optimizer steps in an epoch, for the learning-rate schedule.
     """
 
@@ -34,6 +36,7 @@ class Trace:
     ema: Named = field(default_factory=dict)
     batches: list[list[list[list[int]]]] = field(default_factory=list)
     maes: list[Sums] = field(default_factory=list)
+    halos: list[HaloReport | None] = field(default_factory=list)
     steps_per_epoch: int = 0
 
 

@@ -42,5 +42,5 @@ def _gradients(config: DictConfig, packings: list[Packing]) -> list[Named]:
             result.append({name: p.grad.detach().clone() for name, p in named if p.grad is not None})
             unit.gradients.zero()
     finally:
-        runner.watch.stop()
+        runner.close()
     return result

@@ -146,7 +146,7 @@ def _drive(config: DictConfig, *, only_good: bool) -> Driven:
     except (ArithmeticError, RuntimeError) as error:
         result.error = f"{type(error).__name__}: {error}"
     finally:
-        runner.watch.stop()
+        runner.close()
     result.parameters = snapshot_parameters(unit.model)
     return result
 

@@ -7,7 +7,7 @@ state and moving average are there to be counted; from then on weights stay as t
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fairchem.core.launchers.slurm_launch import _set_seeds
@@ -16,6 +16,7 @@ from omegaconf import DictConfig, open_dict
 
 from fairchem_janus.config import AUTO, JanusConfig
 from fairchem_janus.engine.profile import Profile
+from fairchem_janus.engine.step import HaloReport
 from fairchem_janus.model.build import StageParameters
 from fairchem_janus.model.partition import balanced_partition
 from fairchem_janus.parallel.launch import run_on_ranks
@@ -41,6 +42,7 @@ class Measured:
         recorded: the last full step, blocks of each rank.
         seconds, bubble: of that step's pipeline.
         other_seconds: of that step besides: loss normalisers, gradient reduction.
+        halo: what its graph-parallel ranks exchanged; None if G = 1.
     """
 
     stages: list[StageParameters]
@@ -50,6 +52,7 @@ class Measured:
     seconds: float
     bubble: float
     other_seconds: float
+    halo: HaloReport | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +97,7 @@ class Plan:
                 "step_seconds": measured.seconds,
                 "bubble": measured.bubble,
                 "other_seconds": measured.other_seconds,
+                "halo": None if measured.halo is None else asdict(measured.halo),
             },
             "memory": self.memory,
             "families": [
@@ -214,4 +218,5 @@ def _measure(config: DictConfig, steps: int) -> Measured | None:
         seconds=shown.pipeline_seconds,
         bubble=shown.bubble,
         other_seconds=max(0.0, shown.seconds - shown.pipeline_seconds),
+        halo=shown.halo,
     )

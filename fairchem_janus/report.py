@@ -89,7 +89,7 @@ class StepReporter:
             self.logger.log(values, step=step, commit=True)
         if printing:
             logging.info(self._line(step, values, report))
-            record = {key.removeprefix("train/"): value for key, value in values.items()}
+            record: dict[str, Any] = {key.removeprefix("train/"): value for key, value in values.items()}
             if halo is not None:
                 record["halo_micro_batches"] = [{"bytes": b, "seconds": s} for b, s in halo.by_micro_batch]
             self._append(record)

@@ -43,8 +43,8 @@ from fairchem_janus.engine.unfolded import UnfoldedRuntime
 from fairchem_janus.evaluation import JanusEvalUnit
 from fairchem_janus.model.build import build_stage, stage_parameters
 from fairchem_janus.model.stage import Stage
-from fairchem_janus.parallel.loss import set_normalisers, with_global_losses
 from fairchem_janus.parallel.graph import GraphParallel
+from fairchem_janus.parallel.loss import set_normalisers, with_global_losses
 from fairchem_janus.parallel.topology import Topology
 from fairchem_janus.planning import starting_schedule
 from fairchem_janus.prepare import BatchPreparation

@@ -83,7 +83,7 @@ def show(plan: Plan, console: Console, save: Path | None) -> None:
     console.print(describe_stages(measured.stages), markup=False)
     _print_phases(plan, console)
     width = max(console.width - len("rank 00 |"), 20)
-    for title, lanes in (("planned", _lanes(plan)), ("recorded", measured.recorded)):
+    for title, lanes in (("planned, one row a stage", _lanes(plan)), ("recorded", measured.recorded)):
         console.print(f"\n{measured.schedule.name}, {title}")
         if console.is_terminal:
             console.print(draw_rich(lanes, width))
@@ -95,6 +95,12 @@ def show(plan: Plan, console: Console, save: Path | None) -> None:
         f"and {1e3 * measured.other_seconds:.3g} ms for losses and gradient sums; optimizer and data come on top",
         soft_wrap=True,
     )
+    if (halo := measured.halo) is not None:
+        console.print(
+            f"halo exchange in the recorded step: {halo.num_bytes / 1e6:.3g} MB, {1e3 * halo.seconds:.3g} ms of each "
+            f"rank's time (part of the phases); {halo.comm_free_share:.0%} of the micro-batches are comm-free",
+            soft_wrap=True,
+        )
     _print_rivals(plan, console)
     _print_advice(plan, console)
     if save is not None:

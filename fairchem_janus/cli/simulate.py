@@ -33,9 +33,21 @@ def register(app: typer.Typer) -> None:
         split_weight_grad: Annotated[
             bool, typer.Option("--split-weight-grad", help="Parameter gradients, half of BF and of BE, may run later.")
         ] = False,
+        gp_size: Annotated[
+            int, typer.Option(min=1, help="Graph-parallel size, G: ranks that share each micro-batch.")
+        ] = 1,
+        comm_free_share: Annotated[
+            float, typer.Option(min=0, max=1, help="Share of the micro-batches that need no halo exchange.")
+        ] = 0.0,
+        halo_share: Annotated[
+            float, typer.Option(min=0, help="Time of halo exchange in a phase of the others, over its computing time.")
+        ] = 0.0,
         as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     ) -> None:
         """Simulate one training step: makespan, bubble, what is in flight, and a picture of the schedule.
+
+        With --gp-size G, phase times are those of a whole micro-batch on one rank; each of G takes 1/G of it, and
+        the halo exchange of micro-batches that are not comm-free comes on top.
 
         An example: fairchem-janus simulate --stages 4 --micro-batches 12 --schedule auto --max-in-flight 8
         """
@@ -47,6 +59,7 @@ def register(app: typer.Typer) -> None:
                 num_stages=stages,
                 num_micro_batches=micro_batches,
                 phase_times=parse_phase_times(phase_times),
+                micro_batch_scale=graph_parallel_scales(micro_batches, gp_size, comm_free_share, halo_share),
                 deferrable_share=DEFERRABLE_SHARE if split_weight_grad else 0.0,
             )
             caps = Caps(max_in_flight=max_in_flight, max_ff_graphs=max_ff_graphs)
@@ -80,6 +93,17 @@ def parse_phase_times(text: str) -> dict[Phase, float | Sequence[float]]:
             f"--phase-times {text!r}: expected four numbers separated by commas, the times of FE, FF, BF and BE, "
             "such as 1,1.9,3.6,2.6"
         ) from None
+
+
+def graph_parallel_scales(
+    num_micro_batches: int, gp_size: int, comm_free_share: float, halo_share: float
+) -> list[float]:
+    """Time of each micro-batch over that of a whole one on one rank; the comm-free ones are spread evenly."""
+    comm_free = [
+        int((i + 1) * comm_free_share + 1e-9) > int(i * comm_free_share + 1e-9) for i in range(num_micro_batches)
+    ]
+    halo = halo_share if gp_size > 1 else 0.0
+    return [1 / gp_size if free else (1 + halo) / gp_size for free in comm_free]
 
 
 def to_json(result: Simulation) -> dict[str, Any]:

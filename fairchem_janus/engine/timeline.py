@@ -6,8 +6,9 @@ spans.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -38,11 +39,13 @@ class Timeline:
 
     Attributes:
         measure_memory: also note allocated bytes.
+        mark: gives the moment that it is now.
         began: wall-clock time of the step's start (`time.time`), by which spans of several ranks can be aligned.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.mark: Callable[[], Mark] = functools.partial(mark, device)
         self.measure_memory = False
         self.began = 0.0
         self._origin: Mark = None
@@ -53,7 +56,7 @@ class Timeline:
     def begin(self) -> None:
         """Forget the last step; a new one starts now."""
         self._marks = []
-        self._origin, self.began = mark(self.device), time.time()
+        self._origin, self.began = self.mark(), time.time()
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
@@ -66,7 +69,7 @@ class Timeline:
             left = after - self._before
             if self.device.type == "cuda":
                 workspace = torch.cuda.max_memory_allocated(self.device) - max(after, self._before)
-        self._marks.append((action, self._start, mark(self.device), left, workspace))
+        self._marks.append((action, self._start, self.mark(), left, workspace))
 
     def inputs_arrived(self) -> None:
         """The action that runs now has waited until here."""
@@ -74,7 +77,7 @@ class Timeline:
             self._before = allocated_bytes(self.device)
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
-        self._start = mark(self.device)
+        self._start = self.mark()
 
     def spans(self) -> list[Span]:
         """The actions in the order in which they ran."""

@@ -130,7 +130,7 @@ class _Exchange(torch.autograd.Function):
         return _all_to_all(x, send, receive, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         if grad is None:
             return None, None, None, None
         return _Exchange.apply(grad, ctx.receive, ctx.send, ctx.group), None, None, None
@@ -145,7 +145,7 @@ class _Gather(torch.autograd.Function):
         return _all_to_all(everywhere, [x.shape[0]] * group.size, sizes, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         if grad is None:
             return None, None, None
         return _SumOwn.apply(grad, ctx.sizes, ctx.group), None, None
@@ -163,7 +163,7 @@ class _SumOwn(torch.autograd.Function):
         return parts.view(group.size, own, *x.shape[1:]).sum(0)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         if grad is None:
             return None, None, None
         return _Gather.apply(grad, ctx.sizes, ctx.group), None, None
@@ -180,7 +180,7 @@ class _Sum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         if grad is None:
             return None, None
         return _Sum.apply(grad, ctx.group), None

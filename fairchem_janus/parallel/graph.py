@@ -1,4 +1,4 @@
-"""Graph parallelism of a micro-batch: fairchem's own forward, with its collectives replaced and switched per micro-batch.
+"""Graph parallelism of a micro-batch: fairchem's forward, its collectives replaced and switched per micro-batch.
 
 A *dist* micro-batch is on all G ranks of a group: each owns some of its atoms, and every layer of the backbone fetches
 the embeddings of the others' (halo exchange). fairchem's forward does all of that where its module-level state says so
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -53,11 +54,9 @@ class GraphParallel:
 
     def _sizes(self, num_atoms: int) -> list[int]:
         size = self.ranks.size
-        if (
-            self.config.partition == GPPartition.SPATIAL
-        ):  # position i along the curve belongs to rank i * G // num_atoms
-            borders = [-(-rank * num_atoms // size) for rank in range(size + 1)]
-            return [stop - start for start, stop in zip(borders, borders[1:], strict=False)]
+        if self.config.partition == GPPartition.SPATIAL:
+            # place i along fairchem's curve belongs to rank i * G // num_atoms
+            return [b - a for a, b in pairwise(-(-rank * num_atoms // size) for rank in range(size + 1))]
         return gp_utils.size_list_fn(num_atoms, size)
 
     def sum(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -84,7 +83,7 @@ class GraphParallel:
             (gp_utils, "gather_from_model_parallel_region_sum_grad", gather),
             (gp_utils, "all_reduce_sum_with_grad", lambda x: sum_over_ranks(x, ranks)),
             (escn_md_block, "all_to_all_collect", collect),
-            # fairchem's takes ranks of the group for global ranks, and fails on Gloo wherever the group is not the first
+            # fairchem's takes ranks of the group for global ones, and fails on Gloo in every group but the first
             (graph_parallel_a2a, "_safe_all_to_all", exchange_indices),
             (gp_utils, "_GRAPH_PARALLEL_GROUP", ranks.group),
             (gp_utils, "_GP_CONFIG", self.config),

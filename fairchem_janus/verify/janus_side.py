@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def merge_traces(folder: Path) -> Trace:
         first.maes = [add_sums(a, b) for a, b in zip(first.maes, trace.maes, strict=True)]
     first.batches = [
         [
-            [sum(shares, []) for shares in zip(*(traces[d, 0, g].batches[step][0] for g in parts), strict=True)]
+            [list(chain(*shares)) for shares in zip(*(traces[d, 0, g].batches[step][0] for g in parts), strict=True)]
             for d in replicas
         ]
         for step in range(len(first.batches))

@@ -69,6 +69,15 @@ def test_phase_times_are_used() -> None:
     assert as_json("--schedule", "gpipe_2nd", "--phase-times", "1,1,1,1")["makespan"] == pytest.approx(60)
 
 
+def test_graph_parallel_ranks_share_the_work_and_pay_for_halos() -> None:
+    whole = as_json("--schedule", "gpipe_2nd")["makespan"]
+    arguments = ["--schedule", "gpipe_2nd", "--gp-size", "2", "--halo-share", "0.5"]
+    assert as_json(*arguments)["makespan"] == pytest.approx(0.75 * whole)
+    assert as_json(*arguments, "--comm-free-share", "1")["makespan"] == pytest.approx(0.5 * whole)
+    half = as_json(*arguments, "--comm-free-share", "0.5")["makespan"]
+    assert 0.5 * whole < half < 0.75 * whole
+
+
 def test_a_csv_can_be_simulated(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     make_schedule("wavek", num_stages=4, num_micro_batches=12).to_csv(path)

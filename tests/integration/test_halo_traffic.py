@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
+from fairchem.core.launchers.slurm_launch import _set_seeds
 from omegaconf import DictConfig, open_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairchem_janus.parallel import graph
 from fairchem_janus.parallel.launch import run_on_ranks
+from fairchem_janus.runner import JanusRunner
 from fairchem_janus.schedule import Phase
 from fairchem_janus.verify.janus_side import steps_of
 from tests.integration.options import backbone
@@ -43,9 +43,8 @@ def count(config: DictConfig, *, fairchems: bool = False) -> tuple[Counts, list[
     Args:
         fairchems: leave fairchem's own collectives in place.
     """
-    from fairchem_janus.runner import JanusRunner
-
     with fairchem_collectives() if fairchems else nothing():
+        _set_seeds(config.job.seed)
         runner = JanusRunner(**{key: value for key, value in config.runner.items() if not key.startswith("_")})
         try:
             unit = runner.train_eval_unit

@@ -1,4 +1,4 @@
-"""The collectives of graph parallelism: exact values, and derivatives of first and second order by finite differences."""
+"""Collectives of graph parallelism: exact values, and derivatives of first and second order by finite differences."""
 
 from __future__ import annotations
 
@@ -108,58 +108,6 @@ def check_all() -> dict[str, Any]:
     found["rows"] = gather(x, group), x
     found["sum"] = total(fixed, group), fixed
     found["exchanged"] = exchange(fixed + 10 * group.rank, group)
-    return found
-
-
-def check_function(function: Function, x: torch.Tensor, group: GraphGroup) -> tuple[float, float]:
-    """Largest error of the gradient, and of the gradient of <gradient, direction>, on any rank."""
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size)]
-    dist.all_gather(counts, torch.tensor([x.numel()]))
-    analytic = gradient(function, x, group).view(-1)
-    direction = torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).view(x.shape) * (group.rank + 1)
-    leaf = x.clone().requires_grad_()
-    product = (gradient(function, leaf, group, create_graph=True) * direction).sum()
-    (analytic_second,) = torch.autograd.grad(product, leaf)
-    numeric = torch.zeros_like(analytic)
-    for rank, count in enumerate(counts):
-        for place in range(int(count)):
-            change = torch.zeros(x.numel(), dtype=x.dtype)
-            if rank == group.rank:
-                change[place] = STEP
-            change = change.view(x.shape)
-            slope = (value(function, x + change, group) - value(function, x - change, group)) / (2 * STEP)
-            if rank == group.rank:
-                numeric[place] = slope
-    ahead, behind = (gradient(function, x + s * direction, group) for s in (STEP, -STEP))
-    numeric_second = (ahead - behind) / (2 * STEP)
-    first = (analytic - numeric).abs().sum() / max(1.0, float(numeric.abs().sum()))
-    second = (analytic_second - numeric_second).abs().sum() / max(1.0, float(numeric_second.abs().sum()))
-    errors = torch.stack([first, second])
-    dist.all_reduce(errors, op=dist.ReduceOp.MAX)
-    return float(errors[0]), float(errors[1])
-
-
-def check_all() -> dict[str, Any]:
-    group = world()
-    torch.manual_seed(group.rank)
-    x = 0.3 * torch.randn(sizes(group)[group.rank], 2, dtype=torch.float64)
-    fixed = 0.3 * torch.randn(3, 2, dtype=torch.float64)
-    found: dict[str, Any] = {
-        "gather": check_function(gather, x, group),
-        "exchange": check_function(exchange, fixed, group),
-        "total": check_function(total, fixed, group),
-    }
-    found["rows"] = gather(x, group), x
-    found["sum"] = total(fixed, group), fixed
-    found["exchanged"] = exchange(fixed + 10 * group.rank, group)
-    group.meter.reset()
-    zeros = torch.zeros_like(x, requires_grad=True)
-    # an output that nothing asks for: its gradient is undefined, and no rank must send a thing
-    unused, used = gather(zeros, group), zeros * 2
-    assert unused.requires_grad
-    sent = len(group.meter.exchanges)
-    torch.autograd.grad(used.sum(), zeros, retain_graph=True)
-    found["after an undefined gradient"] = len(group.meter.exchanges) - sent
     return found
 
 

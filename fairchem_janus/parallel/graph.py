@@ -165,7 +165,11 @@ def read_graph_parallel(job: Mapping[str, Any]) -> GraphParallelConfig:
         ValueError: mode and partition do not go together in fairchem's forward.
     """
     block = job["graph_parallel"]
-    config = GraphParallelConfig(int(block["group_size"]), GPMode(block["mode"]), GPPartition(block["partition"]))
+    config = GraphParallelConfig(
+        group_size=int(block["group_size"]),
+        mode=GPMode(block.get("mode", GPMode.ALLGATHER)),
+        partition=GPPartition(block.get("partition", GPPartition.INDEX_SPLIT)),
+    )
     if config.group_size > 1 and config.mode == GPMode.ALLGATHER and config.partition == GPPartition.SPATIAL:
         raise ValueError(
             "job.graph_parallel.partition=SPATIAL needs job.graph_parallel.mode=ALL_TO_ALL (ALLGATHER knows "

@@ -49,7 +49,7 @@ class Grid:
                 f"the world has {world_size} ranks, which is not D x P x G with P = janus.pipeline_size = "
                 f"{pipeline_size} and G = job.graph_parallel.group_size = {gp_size}: it must be a multiple of "
                 f"{replica}. Set job.scheduler.ranks_per_node (times job.scheduler.num_nodes) to {sizes}, or change "
-                "runner.janus.pipeline_size."
+                f"runner.janus.pipeline_size. A replica is\n{cls(1, pipeline_size, gp_size, 0).picture()}"
             )
         return cls(D=world_size // replica, P=pipeline_size, G=gp_size, rank=rank)
 
@@ -73,6 +73,14 @@ class Grid:
     def speaks_for(self, batch: Any) -> bool:
         """Whether this rank counts a micro-batch: of the ranks that share a dist one, only the first does."""
         return self.g == 0 or batch.get("halo", None) is None
+
+    def picture(self) -> str:
+        """The ranks of this rank's replica, a line for every stage."""
+        ranks = [[self.rank_at(p=p, g=g) for g in range(self.G)] for p in range(self.P)]
+        width = len(str(ranks[-1][-1]))
+        head = " ".join(f"g={g}".rjust(width + 5) for g in range(self.G))
+        rows = [f"  p={p} " + " ".join(f"rank {rank:>{width}}" for rank in row) for p, row in enumerate(ranks)]
+        return "\n".join([f"      {head}", *rows])
 
     def __str__(self) -> str:
         return f"D={self.D} x P={self.P} x G={self.G}"

@@ -60,6 +60,24 @@ def test_a_stock_job_is_switched_to_the_pipeline_by_overrides_alone(real_job: li
     assert (run / "checkpoints" / "final" / "inference_ckpt.pt").exists()
 
 
+def test_a_job_with_graph_parallelism_under_fairchems_older_key(real_job: list[str], tmp_path: Path) -> None:
+    """fairchem's launcher makes groups of its own; halo traffic is on the console and in the metrics."""
+    adopted = [*adopt(P=2, N=3, D=2), "+job.graph_parallel_group_size=2", "+runner.janus.gars.graphs_per_step=16"]
+    status, lines = fairchem(*real_job, *adopted, f"job.run_dir={tmp_path}", "steps=2", "checkpoint_every=100")
+    assert status == 0, "\n".join(text for _, text in lines[-40:])
+    first_with(lines, "D=1 x P=2 x G=2")
+    _, text = first_with(lines, "step 1/2 | epoch")
+    assert " | halo " in text and "comm-free" in text
+    (run,) = [path for path in tmp_path.iterdir() if path.is_dir()]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for record in (record for record in records if "loss" in record):
+        assert 0 <= record["comm_free_share"] <= 1 and record["num_samples"] == 16
+        assert (record["halo_bytes"] > 0) == (record["comm_free_share"] < 1)
+        assert len(record["halo_micro_batches"]) == 3
+    assert any("eval" in record for record in records)
+    assert (run / "checkpoints" / "final" / "inference_ckpt.pt").exists()
+
+
 @pytest.mark.parametrize("how", ["phase", "kill"])
 def test_a_failing_rank_ends_all_ranks_within_30_seconds(fake_job: list[str], how: str) -> None:
     kept = "{_target_: fairchem.core.components.train.train_runner.TrainCheckpointCallback, " + (

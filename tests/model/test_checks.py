@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from fairchem_janus.config import JanusConfig
 from fairchem_janus.model.checks import ModelSettings, check_model, read_model_settings
+from fairchem_janus.parallel.graph import read_graph_parallel
 from fairchem_janus.runner import check_job
 from tests.builders import DENSE, EFS_HEAD, MOE_HEAD, MOLE, SINGLE_HEAD, backbone_config, head_config, model_config
 
@@ -283,10 +284,22 @@ def test_a_world_that_is_no_grid_is_refused() -> None:
     assert "Set job.scheduler.ranks_per_node" in text
 
 
-def test_graph_parallelism_is_refused() -> None:
-    text = job_refusal(gp_size=2, world_size=4)
-    assert "job.graph_parallel.group_size=2" in text
-    assert "set it to 1" in text
+def test_a_world_that_does_not_fit_graph_parallelism_is_refused_with_the_grid() -> None:
+    text = job_refusal(gp_size=2, world_size=6)
+    assert "G = job.graph_parallel.group_size = 2" in text
+    assert "  p=0 rank 0 rank 1\n  p=1 rank 2 rank 3" in text
+
+
+def test_graph_parallelism_that_fairchem_cannot_run_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"partition=SPATIAL needs job.graph_parallel.mode=ALL_TO_ALL"):
+        read_graph_parallel({"graph_parallel": {"group_size": 2, "mode": "allgather", "partition": "spatial"}})
+
+
+def test_comm_free_micro_batches_fall_into_parts_and_count_as_several() -> None:
+    """`pnorm` depends on what else is in a batch."""
+    norm = {"experts": 4, "moe_expert_coefficient_norm": "pnorm"}
+    janus = {"pipeline_size": 1, "num_micro_batches": 1}
+    assert "pnorm" in job_refusal(world_size=2, gp_size=2, janus=janus, **norm)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "FSDP"])

@@ -67,10 +67,14 @@ def test_a_world_that_is_no_grid_is_refused_with_the_nearest_sizes(
     assert "runner.janus.pipeline_size" in text
 
 
+def test_a_picture_of_a_replica() -> None:
+    assert Grid(D=3, P=2, G=2, rank=9).picture() == "          g=0     g=1\n  p=0 rank  8 rank  9\n  p=1 rank 10 rank 11"
+
+
 def test_one_rank_needs_no_process_group() -> None:
     topology = Topology.build(Grid(1, 1, 1, 0), torch.device("cpu"))
-    groups = ("pipeline_group", "down_group", "up_group", "gradient_group", "dp_group", "replica_group")
-    assert [getattr(topology, name) for name in groups] == [None] * 6
+    groups = ("pipeline_group", "down_group", "up_group", "gradient_group", "dp_group", "replica_group", "gp_group")
+    assert [getattr(topology, name) for name in groups] == [None] * 7
     assert topology.is_first_stage
     assert topology.is_last_stage
 

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from fairchem_janus.config import JanusConfig
 from fairchem_janus.data.edges import EdgeCounts
 from fairchem_janus.data.loader import build_dataloader
-from fairchem_janus.model.checks import ModelSettings, check_model, read_model_settings
+from fairchem_janus.model.checks import ModelSettings, check_edges_given, check_model, read_model_settings
 from fairchem_janus.parallel.graph import FairchemGroups, GraphParallel, read_graph_parallel, switched_off
 from fairchem_janus.parallel.topology import Grid, Topology
 from fairchem_janus.parallel.watch import FailureWatch
@@ -78,6 +78,8 @@ class JanusRunner(TrainEvalRunner):
         job = unit_config["job_config"]
         settings = read_model_settings(unit_config["model"])
         grid = check_job(job, unit_config, config, settings, world_size=get_world_size(), rank=get_rank())
+        for key in LOADERS:
+            check_edges_given(settings, children[key]["dataset"], name=key)
         if grid.rank and str(job["scheduler"]["mode"]).lower().endswith("local"):
             logging.getLogger().setLevel(logging.WARNING)  # the ranks share one console; rank 0 speaks for all
         device = torch.device(get_device_for_local_rank())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,3 +195,35 @@ def _class_of(name: str | None) -> type | None:
         return registry.get_model_class(name)
     except RuntimeError:
         return None
+
+
+def check_edges_given(settings: ModelSettings, dataset: Any, *, name: str) -> None:
+    """Refuse a backbone that wants its edges from the data together with data that make none: it would see no edges.
+
+    Args:
+        dataset: the configuration of the data set of a loader.
+        name: of the loader.
+
+    Raises:
+        ValueError: some part of the data is loaded without edges.
+    """
+    if settings.backbone.get("otf_graph", False):
+        return
+    arguments = dict(_arguments_of_graphs(_plain(dataset), "dataset"))
+    without = [path for path, values in arguments.items() if not (values or {}).get("r_edges", False)]
+    if without:
+        raise ValueError(
+            f"backbone.otf_graph is false, so edges must come with the data, but runner.{name}.{without[0]}.a2g_args has "
+            "no r_edges: true: the model would see atoms without neighbours. Set it for every data set, with the "
+            "backbone's cutoff as radius and max_neighbors as max_neigh, or set backbone.otf_graph=true"
+        )
+
+
+def _arguments_of_graphs(config: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """(where, `a2g_args`) of every data set in a configuration."""
+    if not isinstance(config, Mapping):
+        return
+    if "a2g_args" in config:
+        yield path, config["a2g_args"]
+    for key, value in config.items():
+        yield from _arguments_of_graphs(value, f"{path}.{key}")

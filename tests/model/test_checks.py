@@ -13,7 +13,7 @@ from fairchem.core.units.mlip_unit.api.inference import MLIPInferenceCheckpoint
 from omegaconf import OmegaConf
 
 from fairchem_janus.config import JanusConfig
-from fairchem_janus.model.checks import ModelSettings, check_model, read_model_settings
+from fairchem_janus.model.checks import ModelSettings, check_edges_given, check_model, read_model_settings
 from fairchem_janus.parallel.graph import read_graph_parallel
 from fairchem_janus.runner import check_job
 from tests.builders import DENSE, EFS_HEAD, MOE_HEAD, MOLE, SINGLE_HEAD, backbone_config, head_config, model_config
@@ -326,3 +326,15 @@ def test_pnorm_and_a_budget_that_may_split_the_only_micro_batch_are_refused() ->
     assert "pnorm" in job_refusal(
         world_size=1, janus={"pipeline_size": 1, "num_micro_batches": 1, "gars": gars}, **norm
     )
+
+
+def test_data_without_edges_are_refused_where_the_backbone_makes_none() -> None:
+    """fairchem would train on atoms without neighbours, silently."""
+    given, missing = {"a2g_args": {"r_edges": True}}, {"a2g_args": {"r_energy": True}}
+    loader, own = read_model_settings(model_config(otf_graph=False)), read_model_settings(model_config())
+    dataset = {"dataset_configs": {"omat": given, "omol": missing}}
+    with pytest.raises(ValueError) as caught:
+        check_edges_given(loader, OmegaConf.create(dataset), name="train_dataloader")
+    assert "runner.train_dataloader.dataset.dataset_configs.omol.a2g_args has no r_edges: true" in str(caught.value)
+    check_edges_given(own, dataset, name="train_dataloader")
+    check_edges_given(loader, {"dataset_configs": {"omat": given}}, name="train_dataloader")

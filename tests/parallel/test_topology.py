@@ -68,7 +68,9 @@ def test_a_world_that_is_no_grid_is_refused_with_the_nearest_sizes(
 
 
 def test_a_picture_of_a_replica() -> None:
-    assert Grid(D=3, P=2, G=2, rank=9).picture() == "          g=0     g=1\n  p=0 rank  8 rank  9\n  p=1 rank 10 rank 11"
+    assert (
+        Grid(D=3, P=2, G=2, rank=9).picture() == "          g=0     g=1\n  p=0 rank  8 rank  9\n  p=1 rank 10 rank 11"
+    )
 
 
 def test_one_rank_needs_no_process_group() -> None:

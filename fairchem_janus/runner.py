@@ -79,7 +79,7 @@ class JanusRunner(TrainEvalRunner):
         settings = read_model_settings(unit_config["model"])
         grid = check_job(job, unit_config, config, settings, world_size=get_world_size(), rank=get_rank())
         for key in LOADERS:
-            check_edges_given(settings, children[key]["dataset"], name=key)
+            check_edges_given(settings, children[key].get("dataset"), name=key)
         if grid.rank and str(job["scheduler"]["mode"]).lower().endswith("local"):
             logging.getLogger().setLevel(logging.WARNING)  # the ranks share one console; rank 0 speaks for all
         device = torch.device(get_device_for_local_rank())

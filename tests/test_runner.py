@@ -125,7 +125,7 @@ def test_another_dataloader_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         ({}, {"partition": [3]}, "janus.partition=[3] must be 1 number(s) of at least 1"),
         ({}, {"schedule": "nowhere.csv"}, "janus.schedule=nowhere.csv: there is no such file"),
         ({"train_eval_unit__train_strategy": "fsdp"}, None, "train_eval_unit.train_strategy=fsdp"),
-        ({"train_eval_unit__job_config__graph_parallel__group_size": 2}, None, "job.graph_parallel.group_size=2"),
+        ({"train_eval_unit__job_config__graph_parallel__group_size": 2}, None, "job.graph_parallel.group_size = 2"),
     ],
 )
 def test_a_job_that_cannot_run_is_refused_before_a_model_is_built(

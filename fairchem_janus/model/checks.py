@@ -213,8 +213,8 @@ def check_edges_given(settings: ModelSettings, dataset: Any, *, name: str) -> No
     without = [path for path, values in arguments.items() if not (values or {}).get("r_edges", False)]
     if without:
         raise ValueError(
-            f"backbone.otf_graph is false, so edges must come with the data, but runner.{name}.{without[0]}.a2g_args has "
-            "no r_edges: true: the model would see atoms without neighbours. Set it for every data set, with the "
+            f"backbone.otf_graph is false, so edges must come with the data, but runner.{name}.{without[0]}.a2g_args "
+            "has no r_edges: true: the model would see atoms without neighbours. Set it for every data set, with the "
             "backbone's cutoff as radius and max_neighbors as max_neigh, or set backbone.otf_graph=true"
         )
 

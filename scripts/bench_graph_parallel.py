@@ -12,9 +12,9 @@ halo_saving                               1 - tagged / dist-only
 step_time_ratio                           tagged / dist-only, median over the pairs
 max_rel_grad_error                        of a step of each kind, in float64, against plain fairchem in one process
 
-and the share of comm-free micro-batches, the time in exchanges, and `overlap`: what hiding the exchange behind the
-edges with local sources could gain at most (the exchanges' time), and what it would cost (an edge-wise convolution in
-two parts instead of one), both as shares of the dist-only step.
+and the share of comm-free micro-batches, and `overlap`, as shares of the dist-only step: the time in exchanges, the
+part of it that moves data (the same exchanges between ranks that are both there), which is what hiding them behind the
+edges with local sources could gain at most, and what it would cost (an edge-wise convolution in two parts, not one).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from omegaconf import DictConfig, open_dict
 
 from fairchem_janus.data.sampler import MicroBatchPlan
 from fairchem_janus.engine.step import HaloReport
-from fairchem_janus.parallel.graph import DIST
+from fairchem_janus.parallel.collectives import gather_rows
+from fairchem_janus.parallel.graph import DIST, GraphParallel
 from fairchem_janus.parallel.launch import run_on_ranks
 from fairchem_janus.runner import JanusRunner
 from fairchem_janus.verify.compare import compare
@@ -85,8 +86,26 @@ def measure(config: DictConfig, pairs: int) -> dict[str, Any]:
             dist.barrier()
             found[kind].append((time.perf_counter() - started, unit.last_report.halo))
     split_cost = cost_of_two_parts(unit, loader, plans[-1])
+    meter = unit.prepare.graph.meter
+    moving = seconds_to_move(
+        unit.prepare.graph, len(meter.exchanges), meter.num_bytes, channels=unit.stage.shape.channels
+    )
     runner.close()
-    return {"steps": {kind: steps[1:] for kind, steps in found.items()}, "split_cost": split_cost}
+    steps = {kind: steps[1:] for kind, steps in found.items()}
+    return {"steps": steps, "split_cost": split_cost, "moving": moving}
+
+
+def seconds_to_move(graph: GraphParallel, number: int, num_bytes: int, *, channels: int, repeats: int = 20) -> float:
+    """Time of `number` gathers that send `num_bytes` together, by ranks that need not wait for each other."""
+    rows = max(1, num_bytes // number // (4 * channels))
+    x = torch.zeros(rows, channels)
+    times = []
+    for _ in range(repeats):
+        dist.barrier()
+        started = time.perf_counter()
+        gather_rows(x, [rows] * G, graph.ranks)
+        times.append(time.perf_counter() - started)
+    return number * statistics.median(times)
 
 
 class Plans:
@@ -175,7 +194,11 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "step_time_ratios": [round(ratio, 3) for ratio in ratios],
         "step_seconds": {kind: statistics.median(times) for kind, times in seconds.items()},
         "comm_free_share": statistics.fmean(halo.comm_free_share for _, halo in steps["tagged"]),
-        "overlap": {"gain_at_most": statistics.median(waits), "cost_of_two_parts": ranks[0]["split_cost"]},
+        "overlap": {
+            "in_exchanges": statistics.median(waits),
+            "moving_data": ranks[0]["moving"] / statistics.median(seconds["dist_only"]),
+            "cost_of_two_parts": ranks[0]["split_cost"],
+        },
     }
 
 

@@ -51,7 +51,7 @@ def total(x: torch.Tensor, group: GraphGroup) -> torch.Tensor:
 def everything(function: Function, x: torch.Tensor, group: GraphGroup) -> torch.Tensor:
     """This rank's part of a function of all ranks' `x` that is curved in it; the sum over the ranks is what counts."""
     y = function(x, group) / group.size
-    weights = torch.arange(1.0, y.numel() + 1, dtype=y.dtype).view(y.shape) * (group.rank + 1)
+    weights = torch.arange(1.0, y.numel() + 1, dtype=y.dtype, device=y.device).view(y.shape) * (group.rank + 1)
     return (weights * y**3).sum() + (x**3).sum()
 
 
@@ -69,17 +69,17 @@ def gradient(function: Function, x: torch.Tensor, group: GraphGroup, *, create_g
 
 def check_function(function: Function, x: torch.Tensor, group: GraphGroup) -> tuple[float, float]:
     """Largest error of the gradient, and of the gradient of <gradient, direction>, on any rank."""
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size)]
-    dist.all_gather(counts, torch.tensor([x.numel()]))
+    counts = [torch.zeros(1, dtype=torch.int64, device=x.device) for _ in range(group.size)]
+    dist.all_gather(counts, torch.tensor([x.numel()], device=x.device))
     analytic = gradient(function, x, group).view(-1)
-    direction = torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).view(x.shape) * (group.rank + 1)
+    direction = torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype, device=x.device).view(x.shape) * (group.rank + 1)
     leaf = x.clone().requires_grad_()
     product = (gradient(function, leaf, group, create_graph=True) * direction).sum()
     (analytic_second,) = torch.autograd.grad(product, leaf)
     numeric = torch.zeros_like(analytic)
     for rank, count in enumerate(counts):
         for place in range(int(count)):
-            change = torch.zeros(x.numel(), dtype=x.dtype)
+            change = torch.zeros(x.numel(), dtype=x.dtype, device=x.device)
             if rank == group.rank:
                 change[place] = STEP
             change = change.view(x.shape)
@@ -95,25 +95,33 @@ def check_function(function: Function, x: torch.Tensor, group: GraphGroup) -> tu
     return float(errors[0]), float(errors[1])
 
 
-def check_all() -> dict[str, Any]:
+def check_all(device_type: str = "cpu") -> dict[str, Any]:
     group = world()
     torch.manual_seed(group.rank)
-    x = 0.3 * torch.randn(sizes(group)[group.rank], 2, dtype=torch.float64)
-    fixed = 0.3 * torch.randn(3, 2, dtype=torch.float64)
+    device = torch.device(device_type, group.rank) if device_type == "cuda" else torch.device("cpu")
+    x = 0.3 * torch.randn(sizes(group)[group.rank], 2, dtype=torch.float64).to(device)
+    fixed = 0.3 * torch.randn(3, 2, dtype=torch.float64).to(device)
     found: dict[str, Any] = {
         "gather": check_function(gather, x, group),
         "exchange": check_function(exchange, fixed, group),
         "total": check_function(total, fixed, group),
     }
-    found["rows"] = gather(x, group), x
-    found["sum"] = total(fixed, group), fixed
-    found["exchanged"] = exchange(fixed + 10 * group.rank, group)
+    found["rows"] = gather(x, group).cpu(), x.cpu()
+    found["sum"] = total(fixed, group).cpu(), fixed.cpu()
+    found["exchanged"] = exchange(fixed + 10 * group.rank, group).cpu()
     return found
 
 
-@pytest.mark.parametrize("G", [2, 3, 4])
-def test_values_and_derivatives_of_first_and_second_order(G: int) -> None:
-    ranks = run_on_ranks(check_all, world_size=G, timeout_seconds=120.0)
+ON_GPUS = [
+    pytest.param(G, "cuda", marks=pytest.mark.skipif(torch.cuda.device_count() < G, reason=f"needs {G} GPUs"))
+    for G in (2, 4)
+]
+
+
+@pytest.mark.parametrize(("G", "device_type"), [(2, "cpu"), (3, "cpu"), (4, "cpu"), *ON_GPUS])
+def test_values_and_derivatives_of_first_and_second_order(G: int, device_type: str) -> None:
+    """Over Gloo, and over NCCL where there are GPUs."""
+    ranks = run_on_ranks(check_all, device_type, world_size=G, device_type=device_type, timeout_seconds=120.0)
     for name in ("gather", "exchange", "total"):
         first, second = ranks[0][name]
         assert first <= TOLERANCE, f"{name}: gradient off by {first}"

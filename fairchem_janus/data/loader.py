@@ -184,6 +184,7 @@ class StepLoader(DataLoader[Any]):
         self.speaks = speaks
         self._waited = 0.0
         self._unlabelled: set[str] = set()
+        self._any_labelled = False
 
     def take_wait(self) -> float:
         """Seconds waited for items since the last call."""
@@ -203,6 +204,12 @@ class StepLoader(DataLoader[Any]):
             self._waited += time.perf_counter() - started
             if item is None:
                 return
+            self._any_labelled = self._any_labelled or bool(item)
+            if item.unlabelled and not self._any_labelled:
+                raise ValueError(
+                    f"none of the first {len(item.unlabelled)} graphs has a label of any task, such as "
+                    f"{item.unlabelled[0]}: the names of the tasks and those that key_mapping gives the labels differ"
+                )
             if new := [name for name in item.unlabelled if name not in self._unlabelled]:
                 self._unlabelled.update(new)
                 if self.speaks:

@@ -87,11 +87,13 @@ def loader_block(source: Path, **a2g):
     )
 
 
-def make_loader(block, folder: Path, *, N: int = 2, G: int = 1, oversize: str = "warn", **arguments) -> StepLoader:
+def make_loader(
+    block, folder: Path, *, N: int = 2, G: int = 1, g: int = 0, oversize: str = "warn", **arguments
+) -> StepLoader:
     return build_dataloader(
         block,
         name="train",
-        grid=Grid(D=1, P=1, G=G, rank=0),
+        grid=Grid(D=1, P=1, G=G, rank=g),
         num_micro_batches=N,
         oversize=oversize,
         run_folder=folder / "run",
@@ -106,7 +108,7 @@ def report_of(folder: Path):
 
 
 def test_batches_carry_their_tags_and_edge_counts(block, tmp_path):
-    loader = make_loader(block, tmp_path, G=2, gars={"graphs_per_step": 9, "cost": "edges"})
+    loader = make_loader(block, tmp_path, gars={"graphs_per_step": 9, "cost": "edges"})
     (item,) = loader
     assert isinstance(item, StepItem)
     numbers = []
@@ -114,11 +116,26 @@ def test_batches_carry_their_tags_and_edge_counts(block, tmp_path):
         assert batch["natoms"].tolist() == [loader.dataset.sizes[n] for n in batch["graph_numbers"]]
         assert len(batch["graph_ids"]) == len(batch["natoms"])
         assert batch["gars_num_edges"] == sum(loader.batch_sampler.edges[n] for n in batch["graph_numbers"])
-        assert batch["gars_tag"] in ("comm-free", "dist")
         moved = batch.to("cpu", non_blocking=True)
-        assert moved["gars_tag"] == batch["gars_tag"]
+        assert moved["gars_tag"] == batch["gars_tag"] == "comm-free"
         numbers += batch["graph_numbers"].tolist()
     assert sorted(numbers) == list(range(9))
+
+
+@pytest.mark.parametrize("settings", [{}, {"rank_budget": 1}, {"rank_budget": 1000}])
+def test_graph_parallel_ranks_share_dist_micro_batches_and_load_their_own_graphs_of_others(block, tmp_path, settings):
+    gars = {"graphs_per_step": 9, "cost": "edges", **settings}
+    items = [next(iter(make_loader(block, tmp_path, N=3, G=2, g=g, gars=gars))) for g in range(2)]
+    numbers, tags = [], set()
+    for parts in zip(*items, strict=True):
+        (tag,) = {part["gars_tag"] for part in parts if part is not None}
+        tags.add(tag)
+        own = [[] if part is None else part["graph_numbers"].tolist() for part in parts]
+        if tag == "dist":
+            assert own[0] == own[1]
+        numbers += own[0] if tag == "dist" else own[0] + own[1]
+    assert sorted(numbers) == list(range(9))
+    assert tags == {1: {"dist"}, 1000: {"comm-free"}}.get(settings.get("rank_budget"), tags)
 
 
 def test_edge_counts_come_from_graphs_that_the_loader_built(block, tmp_path, monkeypatch):
@@ -228,7 +245,7 @@ def test_fewer_graphs_than_micro_batches_are_worth_a_warning(block, tmp_path, ca
 def test_unlabelled_graphs_are_left_out_and_named_once(tmp_path, caplog):
     frames = [frame(size, labels=() if size in (6, 30) else ("energy", "forces")) for size in SIZES]
     write_aselmdb(tmp_path / "demo", frames)
-    loader = make_loader(loader_block(tmp_path / "demo"), tmp_path, N=4, G=2, gars={"graphs_per_step": 9})
+    loader = make_loader(loader_block(tmp_path / "demo"), tmp_path, N=4, gars={"graphs_per_step": 9})
     for _ in range(2):
         (item,) = loader
         sizes = [size for batch in item for size in batch["natoms"].tolist()]
@@ -241,6 +258,14 @@ def test_unlabelled_graphs_are_left_out_and_named_once(tmp_path, caplog):
     for place in (1, 8):
         assert f"demo.train[{place}]" in messages[0]
         assert place in rows
+
+
+def test_data_without_any_label_are_an_error(tmp_path):
+    """Else a run whose task names are misspelt would train on nothing."""
+    write_aselmdb(tmp_path / "demo", [frame(5, labels=()), frame(6, labels=())])
+    loader = make_loader(loader_block(tmp_path / "demo"), tmp_path, gars={"graphs_per_step": 2})
+    with pytest.raises(ValueError, match=r"none of the first 2 graphs has a label .* demo.train\[\d\]: the names of"):
+        list(loader)
 
 
 def test_a_graph_with_some_of_its_labels_is_an_error(tmp_path):

@@ -1,4 +1,4 @@
-"""Fine-tuning from an inference checkpoint of a UMA-like model: the ways that fairchem has, each as exact as training."""
+"""Fine-tuning from an inference checkpoint of a UMA-like model: fairchem's ways to do it, each as exact as training."""
 
 from __future__ import annotations
 

@@ -103,6 +103,11 @@ def show(plan: Plan, console: Console, save: Path | None) -> None:
         )
     _print_rivals(plan, console)
     _print_advice(plan, console)
+    if (cost := measured.profile.graph_cost) is not None:
+        console.print("a graph's time, for packing by it (with janus.gars):")
+        typer.echo(
+            f"    '++runner.janus.gars.cost={{per_atom: {cost['per_atom']:.3g}, per_edge: {cost['per_edge']:.3g}}}'"
+        )
     if save is not None:
         console.print(f"written to {save}: schedule.csv, plan.json, planned.png, recorded.png, plan.trace.json")
 

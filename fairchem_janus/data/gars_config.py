@@ -44,7 +44,7 @@ class GarsConfig:
 
     cost: str | dict[str, float] = "atoms"
     """What is balanced: `atoms` (the paper), `edges` (what time follows; needs edge counts in the metadata), or
-    `{per_atom: a, per_edge: b}`, such as `cost.fit_cost` finds from measured times."""
+    `{per_atom: a, per_edge: b}`, such as a run fits to its own phase times (`graph_cost` in `profile.json`)."""
 
     max_atoms: int | None = None
     """Budget of a micro-batch in atoms, never exceeded: where `num_micro_batches` do not suffice, a step has more. A

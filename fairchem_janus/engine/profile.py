@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from fairchem_janus.data.cost import fit_cost
 from fairchem_janus.engine.link import measure_link
 from fairchem_janus.engine.messages import message_specs
 from fairchem_janus.engine.runtime import Runtime
@@ -70,6 +71,8 @@ class Profile:
         num_steps: how many steps were profiled.
         message_bytes: mean size of what each phase sends.
         link_latency, link_bandwidth: of the slowest link, in s and bytes/s; bandwidth None if there is no link.
+        graph_cost: what a graph costs by its atoms and edges, in s of one rank: `janus.gars.cost`. None if the profiled
+            micro-batches do not tell, and where graph-parallel ranks share them.
     """
 
     device: str
@@ -78,6 +81,7 @@ class Profile:
     message_bytes: dict[str, float]
     link_latency: float
     link_bandwidth: float | None
+    graph_cost: dict[str, float] | None = None
 
     def costs(self, num_micro_batches: int) -> Costs:
         """What planning needs, in seconds and bytes, for micro-batches that are all alike."""
@@ -110,6 +114,23 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def graph_cost(samples: Iterable[Sample], loads: Mapping[tuple[int, int], tuple[int, int]]) -> dict[str, float] | None:
+    """`per_atom` and `per_edge` of the time that a micro-batch takes on all stages, by least squares.
+
+    Args:
+        loads: atoms and edges of each micro-batch, by (step, micro-batch).
+    """
+    times: dict[tuple[int, int], float] = defaultdict(float)
+    for sample in samples:
+        times[sample.step, sample.micro_batch] += sample.seconds
+    keys = [key for key in times if key in loads]
+    try:
+        cost = fit_cost([loads[k][0] for k in keys], [loads[k][1] for k in keys], [times[k] for k in keys])
+    except ValueError:  # too few micro-batches, or all alike
+        return None
+    return {"per_atom": cost.per_atom, "per_edge": cost.per_edge}
 
 
 def summarise(samples: Iterable[Sample], stage: int, *, recomputed: bool = False) -> dict[str, Any]:
@@ -159,6 +180,7 @@ class StepProfiler:
         self.state_bytes = state_bytes
         self.num_steps = 0
         self._samples: list[Sample] = []
+        self._loads: dict[tuple[int, int], tuple[int, int]] = {}
         self._messages: dict[Phase, list[int]] = {phase: [] for phase in TRAINING_PHASES}
         self._block_marks: list[tuple[Mark, Mark]] = []
         self._block_seconds: list[float] = []
@@ -185,9 +207,11 @@ class StepProfiler:
         for action, begin, end, left, workspace in self.runtime.timeline.spans():
             where = (action.phase, action.stage, action.micro_batch)
             self._samples.append(Sample(step, *where, end - begin, left, workspace))
-        for batch in batches:
+        for index, batch in enumerate(batches):
             if batch is None:
                 continue
+            if (targets := batch.get("scatter_target", None)) is not None:  # one an edge, written by FE
+                self._loads[step, index] = batch["pos"].shape[0], targets.shape[0]
             for phase in TRAINING_PHASES:
                 specs = message_specs(phase, batch, self.runtime.stage.shape)
                 self._messages[phase].append(sum(spec.num_bytes for spec in specs))
@@ -209,6 +233,7 @@ class StepProfiler:
             "block_seconds": statistics.median(self._block_seconds) if self._block_seconds else 0.0,
             "state_bytes": self.state_bytes(),
             "message_bytes": sizes,
+            "loads": self._loads,
             "link": measure_link(self.topology, max(1, round(max(sizes.values())))),
         }
         everyone: list[Any] = [own]
@@ -217,6 +242,7 @@ class StepProfiler:
             dist.all_gather_object(everyone, own)
         self._samples = []
         samples = [sample for part in everyone for sample in part["samples"]]
+        loads = {key: load for part in everyone for key, load in part["loads"].items()}
         row_of_ff = {a.stage: row for row, actions in enumerate(schedule.rows) for a in actions if a.phase is Phase.FF}
         stages = []
         for stage in range(grid.P):
@@ -238,4 +264,5 @@ class StepProfiler:
             message_bytes={p: statistics.fmean(part["message_bytes"][p] for part in everyone) for p in sizes},
             link_latency=max((latency for latency, _ in links), default=0.0),
             link_bandwidth=min((bandwidth for _, bandwidth in links), default=None),
+            graph_cost=graph_cost(samples, loads) if grid.G == 1 else None,
         )

@@ -40,7 +40,6 @@ def convert(
         if output is not None and not output.parent.is_dir():
             raise ValueError(f"-o {output}: no such folder")
 
-        from fairchem_janus.convert.convert import AlreadyConverted
         from fairchem_janus.convert.convert import convert as run
 
         result = run(
@@ -51,12 +50,12 @@ def convert(
             num_micro_batches=micro_batches,
             overrides=overrides or [],
         )
-    except AlreadyConverted:
-        typer.echo(f"{job_file} is a janus job already; nothing to do", err=True)
-        return
     except (ValueError, OSError) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from error
+    if result is None:
+        typer.echo(f"{job_file} is a janus job already; nothing to do", err=True)
+        return
     for note in result.notes:
         typer.echo(note, err=True)
     if output is None:

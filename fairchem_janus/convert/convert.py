@@ -19,10 +19,6 @@ from fairchem_janus.results.folder import JANUS_RUNNER
 COMMENT_WIDTH = 116
 
 
-class AlreadyConverted(Exception):
-    """The job is janus's already."""
-
-
 @dataclass(frozen=True, slots=True)
 class Converted:
     """A converted job.
@@ -58,8 +54,8 @@ def convert(
     num_replicas: int | None = None,
     num_micro_batches: int | None = None,
     overrides: Sequence[str] = (),
-) -> Converted:
-    """Convert a stock job.
+) -> Converted | None:
+    """Convert a stock job; None if it is janus's already.
 
     Args:
         gp_size: None: as in the job.
@@ -67,7 +63,6 @@ def convert(
         overrides: Hydra's, for the checks only.
 
     Raises:
-        AlreadyConverted: there is nothing to do.
         ValueError: the job cannot be converted, with the reason.
         OSError: the file cannot be read.
     """
@@ -76,7 +71,7 @@ def convert(
     document = YamlText(text)
     stock, incomplete = job.load(text, beside=job_file.parent, overrides=overrides)
     if not job.check_target(job.runner_target(stock)):
-        raise AlreadyConverted
+        return None
     layout = job.lay_out_job(stock, P=pipeline_size, G=gp_size, D=num_replicas, N=num_micro_batches)
     settings, unchecked = job.check(stock, layout)
     edits = plan_edits(stock, layout, settings)

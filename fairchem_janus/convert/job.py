@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fairchem_janus.config import JanusConfig
@@ -55,7 +55,7 @@ def compose(text: str, *, beside: Path, overrides: Sequence[str]) -> DictConfig:
                 config = hydra.compose(config_name="job", overrides=own)
         return OmegaConf.merge({"job": OmegaConf.structured(JobConfig)}, config)
     except MissingConfigException as error:
-        raise IncompleteJob(_one_line(error)) from None
+        raise IncompleteJob(_one_line(error).partition(" Config search path")[0]) from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_one_line(error)) from None
 
@@ -161,8 +161,16 @@ def _model_settings(model: DictConfig) -> tuple[ModelSettings | None, list[str]]
 
 def missing_values(config: DictConfig) -> list[str]:
     """Keys that must be given on the command line (`???`)."""
-    keys = OmegaConf.missing_keys(config)
-    return sorted(key for key in keys if not key.startswith(("runner.", "job.metadata")))
+    found = []
+
+    def walk(node: Any, path: str) -> None:
+        if node == MISSING:
+            found.append(path)
+        for key, child in node.items() if isinstance(node, dict) else enumerate(node if isinstance(node, list) else ()):
+            walk(child, f"{path}.{key}" if path else str(key))
+
+    walk(OmegaConf.to_container(config, resolve=False), "")
+    return found
 
 
 def canonical_error(config: DictConfig) -> str | None:
@@ -175,4 +183,5 @@ def canonical_error(config: DictConfig) -> str | None:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    """Without OmegaConf's line on the type of a node."""
+    return " ".join(" ".join(line for line in str(error).splitlines() if "object_type=" not in line).split())

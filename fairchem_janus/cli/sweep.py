@@ -51,13 +51,13 @@ def sweep(
         raise typer.Exit(2) from error
     folder = sweep_dir or Path("sweeps") / config.stem
     console = Console(soft_wrap=True, highlight=False)
-    numbers = {member.name: index for index, member in enumerate(members, 1)}
+    numbers = {member.digest: index for index, member in enumerate(members, 1)}
 
     def report(member: Member, what: str) -> None:
-        console.print(f"{numbers[member.name]}/{len(members)} {escape(str(member))}: {escape(what)}")
+        console.print(f"{numbers[member.digest]}/{len(members)} {escape(str(member))}: {escape(what)}")
 
     completed = launch.Sweep(config, members, folder, command, report).run(jobs)
-    runs = [summarize(folder / member.name) for member in members if (folder / member.name).is_dir()]
+    runs = [summarize(run) for run in (member.folder_in(folder) for member in members) if run.is_dir()]
     if runs:
         show(runs, table_console())
         write_csv(runs, folder / "results.csv")

@@ -53,7 +53,7 @@ def compose(text: str, *, beside: Path, overrides: Sequence[str]) -> DictConfig:
             (Path(folder) / "job.yaml").write_text(text)
             with hydra.initialize_config_dir(folder, version_base="1.3"):
                 config = hydra.compose(config_name="job", overrides=own)
-        return OmegaConf.merge({"job": OmegaConf.structured(JobConfig)}, config)
+        return _with_job_defaults(config)
     except MissingConfigException as error:
         raise IncompleteJob(_one_line(error).partition(" Config search path")[0]) from None
     except (HydraException, OmegaConfBaseException) as error:
@@ -70,7 +70,13 @@ def load(text: str, *, beside: Path, overrides: Sequence[str]) -> tuple[DictConf
         return compose(text, beside=beside, overrides=overrides), None
     except IncompleteJob as error:
         alone = {key: value for key, value in yaml.safe_load(text).items() if key not in ("defaults", "hydra")}
-        return OmegaConf.merge({"job": OmegaConf.structured(JobConfig)}, alone), str(error)
+        return _with_job_defaults(alone), str(error)
+
+
+def _with_job_defaults(config: Mapping[str, Any] | DictConfig) -> DictConfig:
+    merged = OmegaConf.merge({"job": OmegaConf.structured(JobConfig)}, config)
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 def runner_target(config: Mapping[str, Any]) -> str | None:

@@ -60,7 +60,7 @@ def rows(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"run": name, "status": run.status}
         row |= {column: values[index] for column, values in settings.items() if column not in row}
         row |= {figure: getattr(run, figure) for figure in CSV_FIGURES}
-        row |= {"error": run.error} | run.metrics | {"folder": str(run.folder)}
+        row |= {"error": run.error, **run.metrics, "folder": str(run.folder)}
         result.append(row)
     return result
 

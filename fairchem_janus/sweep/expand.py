@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -40,11 +41,15 @@ class Member:
     swept: tuple[str, ...]
 
     @property
-    def name(self) -> str:
-        """Of its run folder: the swept values for people, and a digest of all overrides that tells it from others."""
-        digest = hashlib.sha256(json.dumps(sorted(self.overrides)).encode()).hexdigest()[:8]
+    def digest(self) -> str:
+        """Of all overrides; tells a member from others."""
+        return hashlib.sha256(json.dumps(sorted(self.overrides)).encode()).hexdigest()[:8]
+
+    def folder_in(self, sweep: Path) -> Path:
+        """Its run folder in the folder of a sweep: one that has its digest, else one named after its swept values."""
+        there = sorted(sweep.glob(f"*-{self.digest}"))
         readable = "_".join(_readable(override) for override in self.swept)[:LONGEST_NAME] or "run"
-        return f"{readable}-{digest}"
+        return there[0] if there else sweep / f"{readable}-{self.digest}"
 
     def __str__(self) -> str:
         return " ".join(self.swept or self.overrides) or "the job as it is"
@@ -67,7 +72,7 @@ def expand(overrides: Sequence[str]) -> list[Member]:
     for chosen in itertools.product(*(values for _, values in parsed)):
         swept = tuple(text for text, (varies, _) in zip(chosen, parsed, strict=True) if varies)
         member = Member(overrides=chosen, swept=swept)
-        members.setdefault(member.name, member)
+        members.setdefault(member.digest, member)
     return list(members.values())
 
 

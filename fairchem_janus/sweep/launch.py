@@ -1,6 +1,6 @@
 """Runs the members of a sweep, a few at a time, each as a `fairchem` command of its own.
 
-A member's run folder is `SWEEP_DIR/NAME`: `job.run_dir` and `job.timestamp_id` are set so. fairchem goes on from the
+A member's run folder is `SWEEP_DIR/NAME`: `job.run_dir` and `job.timestamp_id` say so. fairchem goes on from the
 last checkpoint in a run folder that it is started in again, which is how an interrupted member is resumed.
 """
 
@@ -99,7 +99,7 @@ class Sweep:
 
     def _start(self, member: Member, digest: str) -> _Running | None:
         """Start a member, or report why not."""
-        folder = self.folder / member.name
+        folder = member.folder_in(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
         state = known_state(folder, member, digest)
         if state is not None and state.status in STAYS:
@@ -115,7 +115,7 @@ class Sweep:
                 return None
             before = Before.of(folder)
             State(Status.running, list(member.overrides), digest).write(folder)
-            arguments = [self.command, "-c", str(self.job_file), *member.overrides, *self._own_overrides(member)]
+            arguments = [self.command, "-c", str(self.job_file), *member.overrides, *_own_overrides(folder)]
             log.write(f"$ {' '.join(arguments)}\n".encode())
             log.flush()
             process = subprocess.Popen(
@@ -128,10 +128,6 @@ class Sweep:
             )
         self.report(member, f"started, {folder / CONSOLE_LOG}")
         return _Running(member, folder, process, before)
-
-    def _own_overrides(self, member: Member) -> list[str]:
-        values = {"job.run_dir": str(self.folder.resolve()), "job.timestamp_id": member.name}
-        return [f"++{key}={quoted(value)}" for key, value in values.items()]
 
     def _ended(self, running: _Running, digest: str) -> bool:
         exit_status = running.process.poll()
@@ -157,6 +153,11 @@ class Sweep:
             member.kill_rest()
             member.process.wait()
             self._ended(member, digest)
+
+
+def _own_overrides(folder: Path) -> list[str]:
+    values = {"job.run_dir": str(folder.parent.resolve()), "job.timestamp_id": folder.name}
+    return [f"++{key}={quoted(value)}" for key, value in values.items()]
 
 
 def quoted(text: str) -> str:

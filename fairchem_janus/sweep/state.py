@@ -29,7 +29,7 @@ PREEMPTION_FOLDER = Path("checkpoints") / "preemption_state"
 LONGEST_ERROR = 300
 _ERROR = re.compile(r"^(?:\[\w+\]:?\s*)*(?P<text>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)(?::.*)?)$")
 _NOT_THE_CAUSE = "ChildFailedError"  # torch's launcher, after a rank's own error
-_CUT_OFF = re.compile(r"^\s*$|^Traceback |^\[?\d{4}-|^[A-Z]+:|^[A-Z]\d{4} |^\[rank\d")
+_CUT_OFF = re.compile(r"^\s*$|^[=-]{5}|^Traceback |^\[?\d{4}-|^[A-Z]+:|^[A-Z]\d{4} |^\[rank\d")
 
 
 class Status(StrEnum):

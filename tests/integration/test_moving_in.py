@@ -62,7 +62,7 @@ def test_a_converted_job_runs_through_a_sweep_which_survives_a_bad_member(swept:
     assert records[-1]["end"]["completed"] is True
     assert 0.1 < records[-1]["end"]["peak_memory_gib"] < 20
     lines = (folder / "results.csv").read_text().splitlines()
-    assert lines[0].startswith("run,status,runner.janus.num_micro_batches,step,loss,val_loss,seconds_per_step")
+    assert lines[0].startswith("run,status,num_micro_batches,step,loss,val_loss,seconds_per_step")
     assert lines[1].split(",")[1:4] == ["finished", "2", "3"]
     assert float(lines[1].split(",")[4]) == pytest.approx(records[2]["loss"])
 
@@ -80,7 +80,7 @@ def test_run_again_it_leaves_the_finished_run_alone(swept: tuple) -> None:
 def test_an_unknown_key_surfaces_with_hydras_message(tmp_path: Path) -> None:
     result = sweep("-c", str(STOCK_JOB), "nosuchkey=1,2", "--jobs", "2", "--sweep-dir", str(tmp_path))
     assert result.returncode == 1
-    assert result.stdout.count("Could not override 'nosuchkey'. To append to your config use +nosuchkey=1") == 2 + 2
+    assert result.stdout.count("Could not override 'nosuchkey'. To append to your config use +nosuchkey=") == 2 + 2
 
 
 def test_the_fine_tuning_template_trains_from_the_swept_runs_checkpoint(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from fairchem_janus.sweep.expand import Member, expand
@@ -68,16 +70,19 @@ def test_what_cannot_be_swept_is_an_error_of_one_line(argument: str, message: st
     assert "\n" not in str(caught.value)
 
 
-def test_a_member_is_known_by_its_overrides_alone() -> None:
-    name = expand(["lr=1e-4", "k=2"])[0].name.rpartition("-")[2]
-    assert expand(["k=2", "lr=1e-4"])[0].name.rpartition("-")[2] == name
-    assert expand(["k=2", "lr=1e-4,2e-4"])[0].name.rpartition("-")[2] == name
-    assert expand(["k=2,3", "lr=1e-4"])[0].name == f"k-2-{name}"
-    assert expand(["k=2,3", "lr=1e-4"])[1].name.rpartition("-")[2] != name
+def test_a_member_is_known_by_its_overrides_alone(tmp_path: Path) -> None:
+    (member,) = expand(["lr=1e-4", "k=2"])
+    assert expand(["k=2", "lr=1e-4"])[0].digest == member.digest
+    assert expand(["k=2", "lr=1e-4,2e-4"])[0].digest == member.digest
+    assert expand(["k=2,3", "lr=1e-4"])[1].digest != member.digest
+    assert member.folder_in(tmp_path).name == f"run-{member.digest}"
+    member.folder_in(tmp_path).mkdir()
+    assert expand(["k=2,3", "lr=1e-4"])[0].folder_in(tmp_path) == member.folder_in(tmp_path)
+    assert expand(["k=2,3", "lr=1e-4"])[1].folder_in(tmp_path).name.startswith("k-3-")
 
 
-def test_names_are_plain_and_short() -> None:
-    members = expand(["a.b='x y/z',\"q\"", f"c={'v' * 300},w"])
-    assert members[0].name.startswith("b-x-y-z_c-vvv")
-    assert all(len(member.name) < 100 for member in members)
-    assert len({member.name for member in members}) == 4
+def test_names_are_plain_and_short(tmp_path: Path) -> None:
+    names = [member.folder_in(tmp_path).name for member in expand(["a.b='x y/z',\"q\"", f"c={'v' * 300},w"])]
+    assert names[0].startswith("b-x-y-z_c-vvv")
+    assert all(len(name) < 100 for name in names)
+    assert len(set(names)) == 4

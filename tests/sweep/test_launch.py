@@ -39,12 +39,12 @@ def make_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 
 def states(sweep: Sweep) -> dict[str, str]:
-    found = {member: State.read(sweep.folder / member.name) for member in sweep.members}
+    found = {member: State.read(member.folder_in(sweep.folder)) for member in sweep.members}
     return {str(member): state.status if state else "-" for member, state in found.items()}
 
 
 def starts(sweep: Sweep) -> list[int]:
-    files = [sweep.folder / member.name / "starts.txt" for member in sweep.members]
+    files = [member.folder_in(sweep.folder) / "starts.txt" for member in sweep.members]
     return [len(file.read_text().splitlines()) if file.exists() else 0 for file in files]
 
 
@@ -53,7 +53,7 @@ def test_a_failing_member_does_not_end_the_sweep(make_sweep: Callable) -> None:
     assert sweep.run(jobs=1)
     assert states(sweep) == {"do=fail": "failed", "do=ok": "finished"}
     assert said[1] == "failed: ValueError: lr=None is too large"
-    state = State.read(sweep.folder / sweep.members[0].name)
+    state = State.read(sweep.members[0].folder_in(sweep.folder))
     assert state is not None and state.error == "ValueError: lr=None is too large"
 
 
@@ -81,6 +81,11 @@ def test_a_member_is_the_same_in_another_sweep_unless_an_override_differs(make_s
     second.run(jobs=2)
     third, _ = make_sweep("lr=1,2", "seconds=0.0")
     third.run(jobs=2)
+    one, _ = make_sweep("lr=2.0")
+    one.run(jobs=1)
+    alone, said = make_sweep("lr=2")
+    alone.run(jobs=1)
+    assert said == ["finished before, left as it is"]
     assert starts(first) == [1, 1]
     assert starts(second) == [1, 1]
     assert starts(third) == [1, 1]
@@ -97,7 +102,7 @@ def test_a_changed_job_file_is_pointed_out(make_sweep: Callable) -> None:
 def test_a_run_that_outlived_its_sweep_is_found_finished(make_sweep: Callable) -> None:
     sweep, _ = make_sweep("do=ok")
     sweep.run(jobs=1)
-    folder = sweep.folder / sweep.members[0].name
+    folder = sweep.members[0].folder_in(sweep.folder)
     State(Status.running, [], "x").write(folder)  # what a sweep that was killed leaves
     sweep.run(jobs=1)
     assert starts(sweep) == [1]
@@ -109,7 +114,7 @@ def test_no_more_than_so_many_at_a_time(make_sweep: Callable) -> None:
     sweep.run(jobs=2)
     times = []
     for member in sweep.members:
-        folder = sweep.folder / member.name
+        folder = member.folder_in(sweep.folder)
         times.append((float((folder / "starts.txt").read_text()), float((folder / "ends.txt").read_text())))
     most = max(sum(start <= at < end for start, end in times) for at, _ in times)
     assert most == 2
@@ -152,7 +157,7 @@ def test_a_signal_ends_all_members(make_sweep: Callable, do: str, times: int, nu
     assert signal.getsignal(number) == before
     assert list(states(sweep).values()) == ["interrupted", "-", "-"]
     with pytest.raises(ProcessLookupError):
-        os.kill(int((sweep.folder / sweep.members[0].name / "pid.txt").read_text()), 0)
+        os.kill(int((sweep.members[0].folder_in(sweep.folder) / "pid.txt").read_text()), 0)
 
 
 def test_members_that_take_too_long_to_end_are_killed(make_sweep: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ fairchem_janus FAILED
         (ELASTIC, "fairchem_janus.engine.PhaseError: rank 1 (d=0 p=1 g=0), stage 1, FE of micro-batch 0"),
         ("ValueError: a\nINFO:root:more\nKeyError: 'b'\n", "KeyError: 'b'"),
         ("AssertionError\n", "AssertionError"),
+        ("ValueError: a\n==========\n", "ValueError: a"),
         ("bash: out of tea\n\n", "exit status 3; bash: out of tea"),
         ("", "exit status 3"),
         (f"ValueError: {'x' * 1000}", f"ValueError: {'x' * 285}..."),

@@ -17,6 +17,7 @@ from fairchem_janus.model.checks import ModelSettings
 from fairchem_janus.results.folder import JANUS_RUNNER
 
 COMMENT_WIDTH = 116
+JOB_COPY = "runner.train_eval_unit.job_config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def convert(
         return None
     layout = job.lay_out_job(stock, P=pipeline_size, G=gp_size, D=num_replicas, N=num_micro_batches)
     settings, unchecked = job.check(stock, layout)
-    edits = plan_edits(stock, layout, settings)
+    edits = plan_edits(stock, layout, settings, has_copy=document.has(JOB_COPY))
     for edit in edits:
         document.set(edit.path, edit.value, comment=edit.comment, after=edit.after)
     missing = job.missing_values(stock)
@@ -91,8 +92,12 @@ def convert(
     return Converted(document.text, layout, notes, has_defaults=bool(yaml.safe_load(text).get("defaults")))
 
 
-def plan_edits(stock: DictConfig, layout: Layout, settings: ModelSettings | None) -> list[Edit]:
-    """What must change in a stock job; keys that already have the right value stay as they are."""
+def plan_edits(stock: DictConfig, layout: Layout, settings: ModelSettings | None, *, has_copy: bool) -> list[Edit]:
+    """What must change in a stock job; keys that already have the right value stay as they are.
+
+    Args:
+        has_copy: whether the unit's `job_config` is written out, as in a `resume.yaml`, and not `${job}`.
+    """
     blocks = f"; the {settings.num_blocks} blocks are dealt out to them" if settings else ""
     edits = [Edit("runner._target_", JANUS_RUNNER, f"janus: was {job.runner_target(stock)}")]
     if OmegaConf.select(stock, "runner._recursive_") is not False:
@@ -115,6 +120,8 @@ def plan_edits(stock: DictConfig, layout: Layout, settings: ModelSettings | None
         before = OmegaConf.select(stock, key)
         if before != value:
             edits.append(Edit(key, str(value), f"janus: was {before}; {comment}"))
+            if has_copy:
+                edits.append(Edit(f"{JOB_COPY}.{key.removeprefix('job.')}", str(value), f"janus: was {before}"))
     return edits
 
 

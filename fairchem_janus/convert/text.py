@@ -27,6 +27,16 @@ class YamlText:
         self.newline = "\r\n" if "\r\n" in text else "\n"
         self.root = _parse(text)
 
+    def has(self, path: str) -> bool:
+        """Whether there is a mapping at a dotted path."""
+        node: yaml.Node = self.root
+        for part in path.split("."):
+            entry = _entry(node, part) if isinstance(node, yaml.MappingNode) else None
+            if entry is None:
+                return False
+            node = entry[1]
+        return isinstance(node, yaml.MappingNode)
+
     def set(self, path: str, value: str, *, comment: str = "", after: str | None = None) -> None:
         """Give the key at a dotted path a new value, adding what is missing on the way to it.
 

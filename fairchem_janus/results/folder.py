@@ -3,11 +3,13 @@
 canonical_config.yaml  the job as it ran, by fairchem
 metrics.jsonl          steps, evaluations and the end, by janus
 sweep.json             what `fairchem-janus sweep` knows of the run
+sweep.lock             held by the processes of a sweep's member for as long as they live
 checkpoints/final      written by fairchem's TrainCheckpointCallback when training ends
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ import yaml
 CONFIG_FILE = "canonical_config.yaml"
 METRICS_FILE = "metrics.jsonl"
 STATE_FILE = "sweep.json"
+LOCK_FILE = "sweep.lock"
 FINAL_CHECKPOINT = Path("checkpoints") / "final"
 JANUS_RUNNER = "fairchem_janus.JanusRunner"
 _JANUS_RUNNERS = (JANUS_RUNNER, "fairchem_janus.runner.JanusRunner")
@@ -48,6 +51,18 @@ def _runs_below(folder: Path) -> Iterator[Path]:
     for child in sorted(folder.iterdir()):
         if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
             yield from _runs_below(child)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process of a sweep's member is alive."""
+    try:
+        with open(folder / LOCK_FILE) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from fairchem_janus.results.folder import (
     FINAL_CHECKPOINT,
     STATE_FILE,
     CanonicalConfig,
+    is_locked,
     read_end,
     read_records,
 )
@@ -105,6 +106,8 @@ def _sweep_notes(folder: Path) -> dict[str, Any]:
 def _status(folder: Path, *, completed: bool | None, noted: str | None, records: list[dict[str, Any]]) -> str:
     if completed and noted != "failed":
         return "finished"
+    if noted == "running" and not is_locked(folder):
+        return "interrupted"  # its sweep was killed, and it with it
     if noted:
         return noted
     if not records and (folder / FINAL_CHECKPOINT / ".metadata").exists():

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
+from fairchem_janus.results.folder import LOCK_FILE
 from fairchem_janus.sweep.expand import Member
 from fairchem_janus.sweep.state import CONSOLE_LOG, Before, State, Status, job_digest, judge, known_state
 
-LOCK_FILE = "sweep.lock"
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 45.0
 """Time that a stopped member gets to note its last checkpoint; torch's launcher alone may take 30 s."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from fairchem.core._cli import get_hydra_config_from_yaml
 from fairchem.core.units.mlip_unit.api.inference import MLIPInferenceCheckpoint
 from omegaconf import OmegaConf
 
@@ -16,6 +17,7 @@ from fairchem_janus.convert.convert import Converted, convert
 from fairchem_janus.model.checks import read_model_settings
 from fairchem_janus.runner import check_job
 from tests.builders import model_config
+from tests.integration.variants import stock_config
 from tests.jobs.prepare import STOCK_JOB
 
 JOBS = STOCK_JOB.parent
@@ -195,3 +197,19 @@ def test_a_key_that_nothing_uses_any_more_is_pointed_out(tmp_path: Path) -> None
         ("data_root: ???\n", f"data_root: here\nwhich_runner: {stock}\n"),
     )
     assert refusal(path, GROUPS).startswith("the converted job would not start: Found unused keys in the config: {'wh")
+
+
+def test_the_resume_file_of_a_checkpoint_is_converted_and_taken_back(tmp_path: Path) -> None:
+    stock = stock_config(["data_root=here"])
+    OmegaConf.save(stock, tmp_path / "resume.yaml")
+    result = converted(tmp_path / "resume.yaml")
+    assert len(result.notes) == 1
+    (tmp_path / "janus.yaml").write_text(result.text)
+    new = get_hydra_config_from_yaml(str(tmp_path / "janus.yaml"), [])
+    assert new.job.scheduler.ranks_per_node == 2
+    assert new.runner.train_eval_unit.job_config.scheduler.ranks_per_node == 2  # here it is a copy, not ${job}
+    target = OmegaConf.select(stock, "runner._target_")
+    ranks = [f"{job}.scheduler.ranks_per_node=1" for job in ("job", "runner.train_eval_unit.job_config")]
+    back = [f"runner._target_={target}", "~runner._recursive_", "~runner.janus", *ranks]
+    returned = get_hydra_config_from_yaml(str(tmp_path / "janus.yaml"), back)
+    assert OmegaConf.to_yaml(returned.runner).lower() == OmegaConf.to_yaml(stock.runner).lower()  # enums

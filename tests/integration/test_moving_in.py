@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fairchem.core._cli import get_hydra_config_from_yaml
+from omegaconf import open_dict
 
 from fairchem_janus.convert.convert import convert
 from tests.integration.train import metrics, train
+from tests.integration.variants import drop_stress, stock_config
 from tests.jobs.prepare import STOCK_JOB
 
 ROOT = Path(__file__).parents[2]
@@ -83,23 +86,59 @@ def test_an_unknown_key_surfaces_with_hydras_message(tmp_path: Path) -> None:
     assert result.stdout.count("Could not override 'nosuchkey'. To append to your config use +nosuchkey=") == 2 + 2
 
 
+def finetune(checkpoints: Path, fake_job: list[str], folder: Path, *overrides: str) -> list[dict[str, Any]]:
+    """Fine-tune from `checkpoints/final` with the converted template; returns the run's metrics."""
+    data = dict(text.split("=", 1) for text in fake_job)["data_root"].strip("'")
+    (folder / "job.yaml").write_text(converted(FINETUNING_JOB, num_micro_batches=2))
+    config = get_hydra_config_from_yaml(
+        str(folder / "job.yaml"),
+        [
+            f"hydra.searchpath=['{JOBS}']",
+            f"checkpoint_folder='{checkpoints / 'final'}'",
+            f"data.train_dataset.splits.train.src='{data}/omat/train'",
+            f"data.val_dataset.splits.val.src='{data}/omat/val'",
+            f"job.run_dir='{folder}'",
+            *overrides,
+        ],
+    )
+    train(config, world_size=2)
+    return metrics(config)
+
+
 def test_the_fine_tuning_template_trains_from_the_swept_runs_checkpoint(
     swept: tuple, fake_job: list[str], tmp_path: Path
 ) -> None:
     (good,) = (path for path in swept[0].iterdir() if path.name.startswith("num_micro_batches-2-"))
-    data = dict(text.split("=", 1) for text in fake_job)["data_root"].strip("'")
-    (tmp_path / "job.yaml").write_text(converted(FINETUNING_JOB, num_micro_batches=2))
-    config = get_hydra_config_from_yaml(
-        str(tmp_path / "job.yaml"),
-        [
-            f"hydra.searchpath=['{JOBS}']",
-            f"checkpoint_folder='{good / 'checkpoints' / 'final'}'",
-            f"data.train_dataset.splits.train.src='{data}/omat/train'",
-            f"data.val_dataset.splits.val.src='{data}/omat/val'",
-            f"job.run_dir='{tmp_path}'",
-        ],
-    )
-    train(config, world_size=2)
-    records = metrics(config)
+    records = finetune(good / "checkpoints", fake_job, tmp_path)
     assert [record["step"] for record in records if "loss" in record] == [0, 1]
     assert records[-1]["end"]["completed"] is True
+
+
+def test_the_conserving_phase_starts_from_a_direct_force_checkpoint(fake_job: list[str], tmp_path: Path) -> None:
+    """The first phase in plain fairchem, on one rank. fairchem builds its heads once more before it replaces them, and
+    MLP_Energy_Head cannot be built on a conserving backbone; MLP_EFS_Head has the same parameters."""
+    config = stock_config(fake_job, "direct_forces=true", "regress_stress=false", "steps=1", "checkpoint_every=100")
+    drop_stress(config)
+    wrapper = "fairchem.core.models.uma.escn_moe.DatasetSpecificSingleHeadWrapper"
+    heads = {"energy": "MLP_Energy_Head", "forces": "Linear_Force_Head"}
+    with open_dict(config):
+        config.job.run_dir = config.runner.train_eval_unit.job_config.run_dir = str(tmp_path)
+        config.runner.train_eval_unit.model.heads = {
+            name: {
+                "module": wrapper,
+                "head_cls": f"fairchem.core.models.uma.escn_md.{head}",
+                "head_kwargs": {"reduce": "sum"} if name == "energy" else {},
+                "dataset_names": ["omol", "omat"],
+            }
+            for name, head in heads.items()
+        }
+    train(config, world_size=1)
+    overrides = "runner.train_eval_unit.model.overrides"
+    checkpoints = Path(config.job.metadata.checkpoint_dir)
+    (tmp_path / "conserving").mkdir()
+    conserving = [
+        f"+{overrides}.backbone.direct_forces=false",
+        f"+{overrides}.heads.energy.head_cls=fairchem.core.models.uma.escn_md.MLP_EFS_Head",
+    ]
+    records = finetune(checkpoints, fake_job, tmp_path / "conserving", *conserving)
+    assert [record["step"] for record in records if "loss" in record] == [0, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from fairchem_janus.results.folder import LOCK_FILE
+from fairchem_janus.results.summary import summarize
 from fairchem_janus.sweep import launch
 from fairchem_janus.sweep.expand import expand
 from fairchem_janus.sweep.launch import Sweep
@@ -118,6 +121,17 @@ def test_no_more_than_so_many_at_a_time(make_sweep: Callable) -> None:
         times.append((float((folder / "starts.txt").read_text()), float((folder / "ends.txt").read_text())))
     most = max(sum(start <= at < end for start, end in times) for at, _ in times)
     assert most == 2
+
+
+def test_a_run_that_ended_with_its_sweep_is_not_called_running(make_sweep: Callable) -> None:
+    sweep, _ = make_sweep("do=fail")
+    sweep.run(jobs=1)
+    folder = sweep.members[0].folder_in(sweep.folder)
+    State(Status.running, [], "x").write(folder)
+    assert summarize(folder).status == "interrupted"
+    with open(folder / LOCK_FILE) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert summarize(folder).status == "running"
 
 
 def test_two_sweeps_never_run_the_same_member(make_sweep: Callable) -> None:

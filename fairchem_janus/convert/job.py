@@ -142,11 +142,10 @@ def check(config: DictConfig, layout: Layout) -> tuple[ModelSettings | None, lis
         check_children(children)
         unit = children["train_eval_unit"]
         settings, unchecked = _model_settings(unit.model)
-        # check_job reads these keys alone; the rest of the job may still want values
-        job = {"graph_parallel": {"group_size": layout.G}}
+        job = config.job.copy()
+        job.graph_parallel.group_size = layout.G
         janus = JanusConfig(pipeline_size=layout.P, num_micro_batches=layout.N)
-        strategy = {"train_strategy": unit.get("train_strategy", "ddp"), "model": unit.model}
-        check_job(job, strategy, janus, settings, world_size=layout.world_size, rank=0)
+        check_job(job, unit, janus, settings, world_size=layout.world_size, rank=0)
     except OmegaConfBaseException as error:
         raise ValueError(_one_line(error)) from None
     return settings, unchecked

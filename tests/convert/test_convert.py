@@ -189,6 +189,22 @@ def test_ranks_given_by_interpolation_are_written_out(tmp_path: Path) -> None:
     assert "    # janus: was 2; D x P x G = 4 ranks in all\n    num_nodes: 1  # mine\n" in result.text
 
 
+@pytest.mark.parametrize("deprecated", [False, True], ids=["new-key", "deprecated-key"])
+def test_the_graph_parallel_size_is_set_where_the_job_has_it(tmp_path: Path, deprecated: bool) -> None:
+    stock = "  graph_parallel_group_size: 1\n" if deprecated else ""
+    path = variant(tmp_path, ("  debug: True\n", f"  debug: True\n{stock}"))
+    result = convert(path, pipeline_size=2, gp_size=2, overrides=[GROUPS])
+    assert result is not None
+    scheduler = yaml.safe_load(result.text)["job"]
+    assert scheduler["scheduler"]["ranks_per_node"] == 4
+    config = job.compose(result.text, beside=tmp_path, overrides=[GROUPS])
+    assert job.graph_parallel_size(config) == 2
+    assert ("graph_parallel" in scheduler) == (not deprecated)
+    check_again(result)
+    kept = converted(variant(tmp_path, ("  debug: True\n", "  graph_parallel: {group_size: 2}\n")), GROUPS)
+    assert (kept.layout.G, kept.layout.world_size) == (2, 4)
+
+
 def test_a_key_that_nothing_uses_any_more_is_pointed_out(tmp_path: Path) -> None:
     stock = "fairchem.core.components.train.train_runner.TrainEvalRunner"
     path = variant(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -25,7 +26,7 @@ FIGURES = {
     "seconds_per_step": ("s/step", ".3g"),
     "atoms_per_second": ("atoms/s", ",.0f"),
     "bubble": ("bubble", ".1%"),
-    "memory_gib": ("memory (GiB)", ".2f"),
+    "memory_gib": ("memory\nGiB", ".2f"),
 }
 """Attribute of `RunSummary` -> heading and format, in the terminal."""
 
@@ -89,15 +90,15 @@ def show(runs: Sequence[RunSummary], console: Console) -> None:
     settings = settings_columns(runs)
     shown = dict(list(settings.items())[:MOST_SETTINGS])
     labels = run_names(runs)
-    table = Table()
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     by_settings = shown and len({tuple(map(str, row)) for row in zip(*shown.values(), strict=True)}) == len(runs)
     if not by_settings:
         table.add_column("run", overflow="fold")
     for name in shown:
         table.add_column(escape(name), overflow="fold")
-    table.add_column("status")
+    table.add_column("status", no_wrap=True)  # figures stay whole in a narrow terminal; names are folded
     for heading, _ in FIGURES.values():
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for index, run in enumerate(runs):
         cells = [] if by_settings else [escape(labels[index])]
         cells += [escape(str(values[index])) if values[index] != MISSING else "-" for values in shown.values()]

@@ -6,11 +6,14 @@ import csv
 import json
 import logging
 import os
+import resource
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from fairchem.core.common.distutils import is_master
 from fairchem.core.units.mlip_unit.mlip_unit import Task
 from omegaconf import DictConfig
@@ -24,10 +27,27 @@ def run_folder(job_config: DictConfig) -> str:
     return os.path.join(job_config.run_dir, job_config.timestamp_id)
 
 
+def worst_peak_gib(device: torch.device) -> float:
+    """Peak memory so far of the rank that needed most, in GiB; every rank of the world must call this.
+
+    On CUDA what torch's allocator gave out; on the CPU the resident set, which has the libraries in it too.
+    """
+    if device.type == "cuda":
+        peak = float(torch.cuda.max_memory_allocated(device))
+    else:
+        peak = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        worst = torch.tensor(peak, dtype=torch.float64, device=device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        peak = worst.item()
+    return peak / 2**30
+
+
 class StepReporter:
     """Reports steps and evaluations from rank 0; silent elsewhere.
 
-    `metrics.jsonl` in the run folder gets one object for every reported step and evaluation.
+    `metrics.jsonl` in the run folder gets one object for every reported step and evaluation, and one when training
+    ends without an error.
     """
 
     def __init__(self, job_config: DictConfig, tasks: Sequence[Task], logger: Any, *, print_every: int) -> None:
@@ -136,6 +156,11 @@ class StepReporter:
         if self.logger:
             self.logger.log(metrics, commit=False)
         self._append({"step": step, "eval": {key: float(value) for key, value in metrics.items()}})
+
+    def end(self, *, step: int, completed: bool, peak_memory_gib: float) -> None:
+        """Report that training ended: after `max_steps` or `max_epochs` (`completed`), or earlier, asked to stop."""
+        if self.active:
+            self._append({"step": step, "end": {"completed": completed, "peak_memory_gib": peak_memory_gib}})
 
     def _append(self, record: dict[str, Any]) -> None:
         os.makedirs(os.path.dirname(self.path), exist_ok=True)

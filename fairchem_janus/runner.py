@@ -41,7 +41,7 @@ from fairchem_janus.parallel.graph import FairchemGroups, GraphParallel, read_gr
 from fairchem_janus.parallel.topology import Grid, Topology
 from fairchem_janus.parallel.watch import FailureWatch
 from fairchem_janus.planning import starting_schedule
-from fairchem_janus.report import run_folder
+from fairchem_janus.report import run_folder, worst_peak_gib
 from fairchem_janus.summary import describe_run, describe_stages
 from fairchem_janus.unit import JanusTrainEvalUnit
 
@@ -73,7 +73,7 @@ class JanusRunner(TrainEvalRunner):
 
     def _build(self, janus: Mapping[str, Any] | None, children: dict[str, Any]) -> None:
         config = JanusConfig.from_mapping(janus)
-        _check_children(children)
+        check_children(children)
         unit_config = children["train_eval_unit"]
         job = unit_config["job_config"]
         settings = read_model_settings(unit_config["model"])
@@ -128,6 +128,7 @@ class JanusRunner(TrainEvalRunner):
         """Train; if anything fails on this rank, all ranks end within seconds with the first error on the console."""
         try:
             super().run()
+            self._report_end()
         except Exception as error:
             self.watch.report(error)
             raise
@@ -143,6 +144,16 @@ class JanusRunner(TrainEvalRunner):
     def _restore_groups(self) -> None:
         if self.fairchem_groups is not None:
             self.fairchem_groups.restore()
+
+    def _report_end(self) -> None:
+        unit = self.train_eval_unit
+        progress = unit.train_progress
+        done = ((progress.num_steps_completed, self.max_steps), (progress.num_epochs_completed, self.max_epochs))
+        unit.reporter.end(
+            step=progress.num_steps_completed,
+            completed=any(limit is not None and count >= limit for count, limit in done),
+            peak_memory_gib=worst_peak_gib(unit.topology.device),
+        )
 
     def save_state(self, checkpoint_location: str, is_preemption: bool = False) -> bool:
         """As in fairchem, which trips over the empty folder that its own LOCAL-mode signal handler makes."""
@@ -160,7 +171,12 @@ class JanusRunner(TrainEvalRunner):
 _OWN_UNIT = {"_target_": f"{JanusTrainEvalUnit.__module__}.{JanusTrainEvalUnit.__qualname__}", "_partial_": True}
 
 
-def _check_children(children: Mapping[str, Any]) -> None:
+def check_children(children: Mapping[str, Any]) -> None:
+    """Refuse arguments of the runner that are unknown, or that are not configuration.
+
+    Raises:
+        ValueError: see the texts.
+    """
     for key in children:
         if key not in _RUNNER_KEYS:
             raise ValueError(f"unknown key runner.{key}; known keys: janus, {', '.join(_RUNNER_KEYS)}")
@@ -182,12 +198,15 @@ def check_job(
     job: Mapping[str, Any],
     unit_config: Mapping[str, Any],
     config: JanusConfig,
-    settings: ModelSettings,
+    settings: ModelSettings | None,
     *,
     world_size: int,
     rank: int,
 ) -> Grid:
     """Refuse jobs that cannot run, naming the key and the fix; returns the grid of ranks.
+
+    Args:
+        settings: None for a model that is not known yet, where its checkpoint is elsewhere; then it is not checked.
 
     Raises:
         ValueError: see the texts.
@@ -203,11 +222,12 @@ def check_job(
     num_micro_batches = config.num_micro_batches * grid.D * grid.G  # comm-free ones fall into G parts
     if config.gars is not None and (config.gars.max_atoms or config.gars.max_edges):
         num_micro_batches = max(2, num_micro_batches)  # more than asked for, where the budget demands it
-    check_model(
-        settings,
-        pipeline_size=config.pipeline_size,
-        num_micro_batches_in_step=num_micro_batches,
-        partition=config.partition,
-    )
+    if settings is not None:
+        check_model(
+            settings,
+            pipeline_size=config.pipeline_size,
+            num_micro_batches_in_step=num_micro_batches,
+            partition=config.partition,
+        )
     starting_schedule(config)
     return grid

@@ -14,6 +14,8 @@ import torch
 from fairchem.core.common import distutils
 from fairchem.core.models import base
 from omegaconf import OmegaConf
+from torchtnt.framework import State
+from torchtnt.framework.callback import Callback
 
 from fairchem_janus import JanusRunner, JanusTrainEvalUnit
 from fairchem_janus.data.sampler import MicroBatchSampler
@@ -205,6 +207,30 @@ def test_a_run_trains_evaluates_and_writes_its_metrics(stock_runner: Any) -> Non
     assert any(not torch.equal(value, after[name]) for name, value in before.items())
     path = Path(runner.job_config.run_dir) / runner.job_config.timestamp_id / "metrics.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [record["step"] for record in records if "eval" not in record] == [0, 1, 2, 3]
-    assert all(record["loss"] > 0 and record["grad_norm"] > 0 for record in records if "eval" not in record)
+    steps = [record for record in records if "loss" in record]
+    assert [record["step"] for record in steps] == [0, 1, 2, 3]
+    assert all(record["loss"] > 0 and record["grad_norm"] > 0 for record in steps)
+    assert records[-1]["step"] == 4
+    assert records[-1]["end"]["completed"] is True
+    assert 0.1 < records[-1]["end"]["peak_memory_gib"] < 50
     assert threading.active_count() == 1 or not any(t.name == "janus-watch" for t in threading.enumerate())
+
+
+class StopAfter(Callback):
+    """Asks for an end after a step, as a callback before a time limit does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_step_end(self, state: State, unit: Any) -> None:
+        if unit.train_progress.num_steps_completed == self.step:
+            state.stop()
+
+
+def test_a_run_that_was_asked_to_stop_is_not_called_complete(stock_runner: Any) -> None:
+    runner = stock_runner()
+    runner.callbacks.append(StopAfter(2))
+    runner.run()
+    path = Path(runner.job_config.run_dir) / runner.job_config.timestamp_id / "metrics.jsonl"
+    end = json.loads(path.read_text().splitlines()[-1])
+    assert (end["step"], end["end"]["completed"]) == (2, False)

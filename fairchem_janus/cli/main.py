@@ -8,7 +8,18 @@ from __future__ import annotations
 
 import typer
 
-from fairchem_janus.cli import data_demo, data_import, data_pack, data_stats, plan, simulate, verify
+from fairchem_janus.cli import (
+    convert,
+    data_demo,
+    data_import,
+    data_pack,
+    data_stats,
+    plan,
+    results,
+    simulate,
+    sweep,
+    verify,
+)
 
 app = typer.Typer(
     name="fairchem-janus",
@@ -24,3 +35,6 @@ for data_command in (data_demo, data_import, data_stats, data_pack):
 simulate.register(app)
 plan.register(app)
 verify.register(app)
+sweep.register(app)
+results.register(app)
+convert.register(app)

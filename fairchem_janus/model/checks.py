@@ -14,7 +14,7 @@ from fairchem.core.models.uma.escn_md import MLP_EFS_Head, eSCNMDBackbone
 from fairchem.core.models.uma.escn_moe import eSCNMDMoeBackbone
 from fairchem.core.units.mlip_unit.mlip_unit import initialize_finetuning_model
 from fairchem.core.units.mlip_unit.utils import update_configs
-from hydra.utils import get_object
+from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
 from fairchem_janus.model.heads import SUPPORTED_HEADS, WRAPPERS
@@ -71,6 +71,8 @@ def read_model_settings(model_config: Mapping[str, Any]) -> ModelSettings:
 def _finetuning_config(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration inside an inference checkpoint, with the job's overrides and heads."""
     location = config["checkpoint_location"]
+    if isinstance(location, Mapping):  # the fine-tuning template's: a function that finds, or fetches, it by name
+        location = instantiate(location)
     model = _plain(torch.load(location, map_location="cpu", weights_only=False, mmap=True).model_config)
     if config.get("overrides"):
         model = update_configs(model, config["overrides"])

@@ -1,0 +1,94 @@
+"""Which members a sweep has: Hydra's own sweep syntax, expanded to the overrides of every member.
+
+>>> [member.overrides for member in expand(["lr=1e-4,4e-4", "steps=10"])]
+[('lr=0.0001', 'steps=10'), ('lr=0.0004', 'steps=10')]
+
+The syntax is that of `hydra --multirun`: `a,b`, `choice(a,b)`, `range(1,4)`; commas inside quotes, brackets and braces
+do not separate. A member is known by its overrides: the same overrides are the same member, in whatever order they
+stand and in whatever sweep.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+OWN_KEYS = ("job.run_dir", "job.timestamp_id")
+"""What a sweep sets for each member, so that its run folder is known beforehand."""
+
+LONGEST_NAME = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One run of a sweep.
+
+    Attributes:
+        overrides: for the fairchem command line.
+        swept: those among them that the sweep varies.
+    """
+
+    overrides: tuple[str, ...]
+    swept: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """Of all overrides; tells a member from others."""
+        return hashlib.sha256(json.dumps(sorted(self.overrides)).encode()).hexdigest()[:8]
+
+    def folder_in(self, sweep: Path) -> Path:
+        """Its run folder in the folder of a sweep: one that has its digest, else one named after its swept values."""
+        there = sorted(sweep.glob(f"*-{self.digest}"))
+        readable = "_".join(_readable(override) for override in self.swept)[:LONGEST_NAME] or "run"
+        return there[0] if there else sweep / f"{readable}-{self.digest}"
+
+    def __str__(self) -> str:
+        return " ".join(self.swept or self.overrides) or "the job as it is"
+
+
+def _readable(override: str) -> str:
+    key, _, value = override.partition("=")
+    return re.sub(r"[^\w.+]+", "-", f"{re.split('[./]', key)[-1]}-{value}").strip("-.")
+
+
+def expand(overrides: Sequence[str]) -> list[Member]:
+    """The members of a sweep, each once, the last override varying fastest.
+
+    Raises:
+        ValueError: an override that Hydra cannot parse (with Hydra's message), a sweep without an end (`interval`), one
+            that needs the job's folders (`glob`), or a key that the sweep itself sets.
+    """
+    parsed = [_parse(text) for text in overrides]
+    members: dict[str, Member] = {}
+    for chosen in itertools.product(*(values for _, values in parsed)):
+        swept = tuple(text for text, (varies, _) in zip(chosen, parsed, strict=True) if varies)
+        member = Member(overrides=chosen, swept=swept)
+        members.setdefault(member.digest, member)
+    return list(members.values())
+
+
+def _parse(text: str) -> tuple[bool, list[str]]:
+    """Whether an override is a sweep, and the overrides that it stands for."""
+    try:
+        override: Override = OverridesParser.create().parse_override(text)
+        if override.key_or_group in OWN_KEYS:
+            raise ValueError(
+                f"{text}: a sweep gives every member its own {override.key_or_group}; choose the folder of the whole "
+                "sweep with --sweep-dir"
+            )
+        key = override.get_key_element()
+        if not override.is_sweep_override():
+            is_number = isinstance(override.value(), int | float)  # 1e-4 and 0.0001 are the same
+            return False, [f"{key}={override.get_value_element_as_str()}" if is_number else text]
+        return True, [f"{key}={value}" for value in override.sweep_string_iterator()]
+    except HydraException as error:
+        raise ValueError(f"{text}: {' '.join(str(error).split())}") from None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchtnt.framework import State, TrainUnit
 
 from fairchem_janus import checkpoint
+from fairchem_janus.checkpoint.progress import StepSize
 from fairchem_janus.choice import ScheduleChoice
 from fairchem_janus.config import JanusConfig
 from fairchem_janus.engine.finite import BadSample, NonFiniteError, bad_labels
@@ -137,6 +138,7 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         num_blocks = [len(stage.blocks) for stage in self.stage_parameters]
         profiler = StepProfiler(self.runtime, topology, num_blocks, self._state_bytes)
         self.choice = ScheduleChoice(janus, topology, profiler, Path(run_folder(job_config)))
+        self.random_state = checkpoint.RandomState(topology.device)
         self.prepare = BatchPreparation(topology, seed=int(job_config.seed), check=janus.debug_checksums, graph=graph)
         # fairchem evaluates without autocast, whatever bf16 says
         self.eval_unit = JanusEvalUnit(
@@ -155,6 +157,8 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         self.dp_world_size = grid.D
         self.cosine_lr_scheduler_fn = cosine_lr_scheduler_fn
         self.scheduler: Any = None
+        self.step_size: StepSize
+        self.steps_per_epoch = 0
         self.lazy_state_location: str | None = None
         self.last_report: StepReport | None = None
         self.last_loss: float | None = None  # as in fairchem, None before the first step
@@ -165,6 +169,8 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         self.model.train()
         if self.scheduler is None:
             self.load_scheduler(len(state.train_state.dataloader))
+        self.steps_per_epoch = len(state.train_state.dataloader)
+        self.step_size = StepSize.of(state.train_state.dataloader.batch_sampler, self.topology.grid.D)
         if self.lazy_state_location is not None:
             self._execute_load_state(self.lazy_state_location)
         epoch = self.train_progress.num_epochs_completed
@@ -178,7 +184,13 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
             max_epochs=train_state.max_epochs,
         )
 
+    def get_next_train_batch(self, state: State, data_iter: Iterator[object]) -> Any:
+        """As in torchtnt; the random state is followed, or put back, around it."""
+        self.random_state.before_batch()
+        return super().get_next_train_batch(state, data_iter)
+
     def train_step(self, state: State, data: list[Any]) -> None:
+        self.random_state.batch_in_use()
         step = self.train_progress.num_steps_completed
         report = self.compute_gradients(data, step)
         self.last_report, self.last_loss, self.last_grad_norm = report, report.loss, report.grad_norm
@@ -270,6 +282,9 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         checkpoint.load_unit_state(self, state_dict)
+
+    def save_state(self, checkpoint_location: str) -> None:
+        checkpoint.save_checkpoint(self, checkpoint_location)
 
     def _execute_load_state(self, checkpoint_location: str) -> None:
         checkpoint.load_checkpoint(self, checkpoint_location)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from fairchem.core.datasets.atomic_data import AtomicData
 from fairchem.core.models.base import HydraModel
@@ -59,6 +61,19 @@ def double_collater(**kwargs: Any) -> Callable[[list[AtomicData]], AtomicData]:
     """fairchem's collater; batches are in float64."""
     collate = mt_collater_adapter(**kwargs)
     return lambda samples: cast_batch(collate(samples), torch.float64)
+
+
+def noisy_collater(**kwargs: Any) -> Callable[[list[AtomicData]], AtomicData]:
+    """fairchem's collater; positions are moved by draws from Python's, NumPy's and torch's generators."""
+    collate = mt_collater_adapter(**kwargs)
+
+    def noisy(samples: list[AtomicData]) -> AtomicData:
+        batch = collate(samples)
+        size = 0.02 * (1 + random.random() + float(np.random.rand()))  # noqa: NPY002 - the one that fairchem seeds
+        batch.pos += size * torch.randn_like(batch.pos)
+        return batch
+
+    return noisy
 
 
 class SteepLoss(nn.Module):

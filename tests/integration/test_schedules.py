@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from omegaconf import DictConfig
 
-from fairchem_janus.checkpoint import OWN_KEY
+from fairchem_janus.checkpoint.state import OWN_KEY
 from fairchem_janus.schedule import Schedule, make_schedule, validate
 from fairchem_janus.verify.compare import compare
 from fairchem_janus.verify.run import pipeline_trace, reference_trace
@@ -33,9 +33,9 @@ def equal(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
 
 def chosen(config: DictConfig, name: str) -> Any:
     """What a checkpoint remembers of the choice."""
-    state = {"unit_state": {OWN_KEY: ""}}
+    state = {"unit_state": {OWN_KEY: {"schedule": ""}}}
     dcp.load(state, checkpoint_id=Path(config.job.metadata.checkpoint_dir) / name, no_dist=True)
-    return json.loads(state["unit_state"][OWN_KEY])
+    return json.loads(state["unit_state"][OWN_KEY]["schedule"])
 
 
 def test_profiling_changes_no_parameter_by_a_bit(fake_job: list[str]) -> None:

@@ -1,0 +1,111 @@
+"""A checkpoint of any number of stages, replicas and micro-batches, or of plain fairchem, is resumed by any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean
+
+import pytest
+from omegaconf import DictConfig
+
+from tests.integration.resume import Resumed, checkpoint, differences, job, run_all, stored
+from tests.integration.variants import adopt
+
+SAVED_AT, STEPS = 5, 25
+
+SIZES: dict[str, tuple[int, list[str]]] = {
+    "plain": (1, []),
+    "plain-ddp": (2, ["++job.scheduler.ranks_per_node=2"]),
+    "P1-N2": (1, adopt(P=1, N=2)),
+    "P2-N2": (2, adopt(P=2, N=2)),
+    "P2-N1": (2, adopt(P=2, N=1)),
+    "D2-N1": (2, adopt(P=1, D=2, N=1)),
+    "P2-gars": (2, [*adopt(P=2, N=2), "+runner.janus.gars.graphs_per_step=16"]),
+    "D2-gars": (2, [*adopt(P=1, D=2, N=2), "+runner.janus.gars.graphs_per_step=16"]),
+}
+"""World size and overrides. A global batch is one of the stock sampler's for `plain` and `P2-N1`, 16 graphs for GARS,
+and two batches of the sampler otherwise."""
+
+FRESH = ("P1-N2", "plain", "P2-N2", "P2-N1", "plain-ddp", "P2-gars")
+
+MOVES = [
+    ("P1-N2", "P2-N2"),
+    ("P2-N2", "P1-N2"),
+    ("P2-N2", "D2-N1"),
+    ("P2-gars", "D2-gars"),
+    ("plain", "P2-N1"),
+    ("P2-N1", "plain"),
+    ("plain-ddp", "P2-N2"),
+    ("P2-N2", "plain-ddp"),
+]
+
+RELOADS = [("P1-N2", "P2-N2"), ("P2-N2", "P1-N2"), ("plain-ddp", "P2-N2"), ("P2-N1", "plain"), ("P2-N2", "D2-N1")]
+"""Resumed, and saved again without a step."""
+
+Runs = dict[str, list[Resumed]]
+
+
+@pytest.fixture(scope="module")
+def configs(fake_job: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, DictConfig]:
+    """All jobs by name; two groups of parameters, so that the optimizer has something to mix up."""
+    common = [
+        f"job.run_dir='{tmp_path_factory.mktemp('moving')}'",
+        "runner.train_eval_unit.model._target_=tests.integration.models.GroupedModel",
+        "+runner.train_eval_unit.save_inference_ckpt=false",
+        f"steps={STEPS}",
+        f"checkpoint_every={SAVED_AT}",
+        "runner.callbacks.0.max_saved_checkpoints=100",
+    ]
+    jobs = {name: job(name, fake_job, *common, *SIZES[name][1]) for name in FRESH}
+    for before, after in MOVES:
+        start = checkpoint(jobs[before], f"step_{SAVED_AT}")
+        jobs[f"{before}>{after}"] = job(f"{before}--{after}", fake_job, *common, *SIZES[after][1], start=start)
+    for before, after in RELOADS:
+        start = checkpoint(jobs[before], f"step_{SAVED_AT}")
+        options = [*common, *SIZES[after][1], f"runner.max_steps={SAVED_AT}"]
+        jobs[f"{before}={after}"] = job(f"{before}-again-{after}", fake_job, *options, start=start)
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def runs(configs: dict[str, DictConfig]) -> Runs:
+    """What became of them: three groups of ranks, each after those whose checkpoints it needs."""
+    size = {name: SIZES[name.replace("=", ">").rpartition(">")[2]][0] for name in configs}
+    alone = {name: config for name, config in configs.items() if size[name] == 1 and name in FRESH}
+    pairs = {name: config for name, config in configs.items() if size[name] == 2}
+    later = {name: config for name, config in configs.items() if size[name] == 1 and name not in FRESH}
+    return run_all(alone, world_size=1) | run_all(pairs, world_size=2) | run_all(later, world_size=1)
+
+
+def losses(runs: Runs, name: str) -> dict[int, float]:
+    """Of the whole global batch: plain fairchem's are one a rank, ours are the same on all ranks."""
+    ranks = runs[name]
+    return {step: mean(rank.losses[step] for rank in ranks) for step in ranks[0].losses}
+
+
+@pytest.mark.parametrize(("before", "after"), MOVES, ids=[f"{a}-to-{b}" for a, b in MOVES])
+def test_the_next_20_losses_are_those_of_the_uninterrupted_run(runs: Runs, before: str, after: str) -> None:
+    whole, rest = losses(runs, before), losses(runs, f"{before}>{after}")
+    assert list(rest) == list(range(SAVED_AT, STEPS))
+    for step, loss in rest.items():
+        # float32 round-off, which 20 steps of training amplify
+        assert loss == pytest.approx(whole[step], rel=1e-5), f"step {step}"
+
+
+@pytest.mark.parametrize(("before", "after"), RELOADS, ids=[f"{a}-to-{b}" for a, b in RELOADS])
+def test_what_is_loaded_is_saved_again_to_the_bit(
+    runs: Runs, configs: dict[str, DictConfig], before: str, after: str
+) -> None:
+    """Model, optimizer with both groups, moving average, schedule and progress, name by name."""
+    first = stored(checkpoint(configs[before], f"step_{SAVED_AT}"))
+    again = stored(checkpoint(configs[f"{before}={after}"], "final"))
+    assert differences(first, again) == []
+    assert len(first["optim"]["param_groups"]) == 2
+    assert {group["weight_decay"] for group in first["optim"]["param_groups"]} == {0, 1e-3}
+
+
+def test_a_checkpoint_that_was_moved_can_be_moved_on(configs: dict[str, DictConfig], runs: Runs) -> None:
+    """The run that went from P = 2 to D = 2 saved like the one that stayed, to round-off of its losses."""
+    moved = checkpoint(configs["P2-N2>D2-N1"], "step_10")
+    assert (moved / ".metadata").is_file() and not Path(moved.parent / ".incomplete").exists()
+    assert stored(moved)["progress"] == stored(checkpoint(configs["P2-N2"], "step_10"))["progress"]

@@ -36,7 +36,10 @@ from torch.utils.data import DataLoader
 from fairchem_janus.config import JanusConfig
 from fairchem_janus.data.edges import EdgeCounts
 from fairchem_janus.data.loader import build_dataloader
+from fairchem_janus.engine.held import stages_of_rows
 from fairchem_janus.model.checks import ModelSettings, check_edges_given, check_model, read_model_settings
+from fairchem_janus.model.frugal import only_blocks
+from fairchem_janus.model.partition import partition_blocks
 from fairchem_janus.parallel.graph import FairchemGroups, GraphParallel, read_graph_parallel, switched_off
 from fairchem_janus.parallel.topology import Grid, Topology
 from fairchem_janus.parallel.watch import FailureWatch
@@ -107,7 +110,8 @@ class JanusRunner(TrainEvalRunner):
                     edge_counts=EdgeCounts.of_backbone(settings.backbone),
                 )
             if key == "train_eval_unit":
-                make_unit = instantiate(OmegaConf.merge(value, _OWN_UNIT))
+                with only_blocks(settings.num_blocks, _own_blocks(config, settings, grid)):
+                    make_unit = instantiate(OmegaConf.merge(value, _OWN_UNIT))
                 self.prepare_model(make_unit.keywords["model"])
                 return make_unit(topology=topology, janus=config, graph=graph)
             if key == "callbacks":
@@ -122,7 +126,10 @@ class JanusRunner(TrainEvalRunner):
             logging.info("\n%s", describe_stages(self.train_eval_unit.stage_parameters))
 
     def prepare_model(self, model: torch.nn.Module) -> None:
-        """Called with the built, unsplit model before it is cut; for subclasses."""
+        """Called with the built, unsplit model before it is cut; for subclasses.
+
+        Parameters of blocks that this rank does not own are on the meta device: names and shapes without numbers.
+        """
 
     def run(self) -> None:
         """Train; if anything fails on this rank, all ranks end within seconds with the first error on the console."""
@@ -169,6 +176,14 @@ class JanusRunner(TrainEvalRunner):
 
 
 _OWN_UNIT = {"_target_": f"{JanusTrainEvalUnit.__module__}.{JanusTrainEvalUnit.__qualname__}", "_partial_": True}
+
+
+def _own_blocks(config: JanusConfig, settings: ModelSettings, grid: Grid) -> set[int]:
+    """The blocks of the stages that this rank holds: one, or several under an unfolded schedule."""
+    planned = starting_schedule(config)
+    stages = {grid.p} if planned.is_folded else stages_of_rows(planned)[grid.p]
+    ranges = partition_blocks(settings.num_blocks, grid.P, config.partition)
+    return {block for stage in stages for block in ranges[stage]}
 
 
 def check_children(children: Mapping[str, Any]) -> None:

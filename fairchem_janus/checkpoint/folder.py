@@ -77,6 +77,7 @@ def save_checkpoint(unit: JanusTrainEvalUnit, location: str) -> bool:
 def resume_config(unit: JanusTrainEvalUnit, location: str) -> DictConfig:
     """The job that goes on from `location`, as in fairchem's `MLIPTrainEvalUnit.save_state`."""
     config = OmegaConf.load(unit.job_config.metadata.config_path)
+    assert isinstance(config, DictConfig)
     config.job.runner_state_path = location
     model = unit.get_finetune_model_config()
     if model is not None:

@@ -80,7 +80,7 @@ def run_job(config: DictConfig) -> Resumed:
     runner = instantiate(config.runner)
     runner.job_config = config.job
     runner.load_state(config.job.runner_state_path)
-    runner.callbacks.append(result)
+    runner.callbacks = [*runner.callbacks, result]  # appending to a ListConfig would copy it
     runner.run()
     unit = runner.train_eval_unit
     result.parameters = snapshot_parameters(unit.model)

@@ -8,6 +8,7 @@ from statistics import mean
 import pytest
 from omegaconf import DictConfig
 
+from fairchem_janus.checkpoint.contents import read_contents
 from tests.integration.resume import Resumed, checkpoint, differences, job, run_all, stored
 from tests.integration.variants import adopt
 
@@ -36,7 +37,6 @@ MOVES = [
     ("plain", "P2-N1"),
     ("P2-N1", "plain"),
     ("plain-ddp", "P2-N2"),
-    ("P2-N2", "plain-ddp"),
 ]
 
 RELOADS = [("P1-N2", "P2-N2"), ("P2-N2", "P1-N2"), ("plain-ddp", "P2-N2"), ("P2-N1", "plain"), ("P2-N2", "D2-N1")]
@@ -52,6 +52,7 @@ def configs(fake_job: list[str], tmp_path_factory: pytest.TempPathFactory) -> di
         f"job.run_dir='{tmp_path_factory.mktemp('moving')}'",
         "runner.train_eval_unit.model._target_=tests.integration.models.GroupedModel",
         "+runner.train_eval_unit.save_inference_ckpt=false",
+        "max_atoms=32",  # 64 batches: no replica is handed one twice at the end of an epoch
         f"steps={STEPS}",
         f"checkpoint_every={SAVED_AT}",
         "runner.callbacks.0.max_saved_checkpoints=100",
@@ -105,7 +106,12 @@ def test_what_is_loaded_is_saved_again_to_the_bit(
 
 
 def test_a_checkpoint_that_was_moved_can_be_moved_on(configs: dict[str, DictConfig], runs: Runs) -> None:
-    """The run that went from P = 2 to D = 2 saved like the one that stayed, to round-off of its losses."""
-    moved = checkpoint(configs["P2-N2>D2-N1"], "step_10")
-    assert (moved / ".metadata").is_file() and not Path(moved.parent / ".incomplete").exists()
-    assert stored(moved)["progress"] == stored(checkpoint(configs["P2-N2"], "step_10"))["progress"]
+    """The run that went from P = 2 to D = 2 saves the same names and progress as the one that stayed."""
+    moved, stayed = (checkpoint(configs[name], "step_10") for name in ("P2-N2>D2-N1", "P2-N2"))
+    assert not Path(moved.parent / ".incomplete").exists()
+    assert contents(moved) == contents(stayed)
+    assert stored(moved)["progress"] == stored(stayed)["progress"]
+
+
+def contents(location: Path) -> dict[str, tuple[int, ...] | None]:
+    return {key: shape for key, shape in read_contents(str(location)).items() if key.startswith("unit_state.")}

@@ -21,10 +21,10 @@ SIZES: dict[str, tuple[int, list[str]]] = {
     "P2-N2": (2, adopt(P=2, N=2)),
     "P2-N1": (2, adopt(P=2, N=1)),
     "D2-N1": (2, adopt(P=1, D=2, N=1)),
-    "P2-gars": (2, [*adopt(P=2, N=2), "+runner.janus.gars.graphs_per_step=16"]),
-    "D2-gars": (2, [*adopt(P=1, D=2, N=2), "+runner.janus.gars.graphs_per_step=16"]),
+    "P2-gars": (2, [*adopt(P=2, N=2), "+runner.janus.gars.graphs_per_step=6"]),
+    "D2-gars": (2, [*adopt(P=1, D=2, N=2), "+runner.janus.gars.graphs_per_step=6"]),
 }
-"""World size and overrides. A global batch is one of the stock sampler's for `plain` and `P2-N1`, 16 graphs for GARS,
+"""World size and overrides. A global batch is one of the stock sampler's for `plain` and `P2-N1`, 6 graphs for GARS,
 and two batches of the sampler otherwise."""
 
 FRESH = ("P1-N2", "plain", "P2-N2", "P2-N1", "plain-ddp", "P2-gars")
@@ -54,8 +54,9 @@ def configs(fake_job: list[str], tmp_path_factory: pytest.TempPathFactory) -> di
         "+runner.train_eval_unit.save_inference_ckpt=false",
         "max_atoms=32",  # 64 batches: no replica is handed one twice at the end of an epoch
         f"steps={STEPS}",
-        f"checkpoint_every={SAVED_AT}",
-        "runner.callbacks.0.max_saved_checkpoints=100",
+        "checkpoint_every=100",
+        "runner.callbacks.0._target_=tests.jobs.callbacks.SaveAt",
+        f"+runner.callbacks.0.steps=[{SAVED_AT}, 10]",
     ]
     jobs = {name: job(name, fake_job, *common, *SIZES[name][1]) for name in FRESH}
     for before, after in MOVES:

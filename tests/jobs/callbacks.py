@@ -6,6 +6,7 @@ import os
 import signal
 
 from fairchem.core.common.distutils import get_rank
+from fairchem.core.components.callbacks import TrainCheckpointCallback
 from torchtnt.framework.callback import Callback
 
 
@@ -29,3 +30,21 @@ class FailOnRank(Callback):
             raise ZeroDivisionError("planted by a test")
 
         unit.stage.forward = fail  # type: ignore[attr-defined]
+
+
+class SaveAt(TrainCheckpointCallback):
+    """Saves at the start of given steps and at the end, and prunes nothing.
+
+    Args:
+        steps: in place of every n-th.
+    """
+
+    def __init__(self, steps: list[int], **kwargs: int) -> None:
+        super().__init__(**kwargs)
+        self.steps = steps
+
+    def on_train_step_start(self, state: object, unit: object) -> None:
+        step = unit.train_progress.num_steps_completed  # type: ignore[attr-defined]
+        if step in self.steps:
+            save, folder = self._checkpoint_hooks()
+            save(os.path.join(folder, f"step_{step}"))

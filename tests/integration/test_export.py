@@ -12,7 +12,7 @@ from ase import Atoms
 from ase.stress import full_3x3_to_voigt_6_stress
 from fairchem.core import FAIRChemCalculator
 from fairchem.core.datasets.ase_datasets import AseDBDataset
-from fairchem.core.units.mlip_unit import load_predict_unit
+from fairchem.core.units.mlip_unit import InferenceSettings, load_predict_unit
 from omegaconf import DictConfig, OmegaConf
 
 from fairchem_janus.evaluation import JanusEvalUnit
@@ -77,23 +77,30 @@ def frames(config: DictConfig, dataset: str) -> dict[str, Atoms]:
 def test_the_calculator_gives_what_the_evaluation_predicted(
     configs: dict[str, DictConfig], predictions: Predictions
 ) -> None:
-    unit = load_predict_unit(str(checkpoint(configs["janus"], "final") / "inference_ckpt.pt"), device="cpu")
-    seen = 0
+    """To float32 round-off: eV an atom, eV/A, eV/A^3."""
+    path = checkpoint(configs["janus"], "final") / "inference_ckpt.pt"
+    # fairchem compiles its quaternion Wigner matrices, for a minute
+    unit = load_predict_unit(path, device="cpu", inference_settings=InferenceSettings(use_quaternion_wigner=False))
+    worst = {"energy": 0.0, "forces": 0.0, "stress": 0.0}
+    seen = set()
     for dataset in ("omat", "omol"):
         calculator = FAIRChemCalculator(unit, task_name=dataset)
         for sid, atoms in frames(configs["janus"], dataset).items():
-            atoms.calc = calculator
-            expected = predictions[sid]
-            # float32; eV, eV/A and eV/A^3
-            assert atoms.get_potential_energy() / len(atoms) == pytest.approx(
-                float(expected["energy"]) / len(atoms), abs=1e-5
-            )
-            np.testing.assert_allclose(atoms.get_forces(), expected["forces"], rtol=0, atol=1e-5)
             if dataset == "omat":
-                stress = full_3x3_to_voigt_6_stress(expected["stress"].reshape(3, 3))
-                np.testing.assert_allclose(atoms.get_stress(), stress, rtol=0, atol=1e-5)
-            seen += 1
-    assert seen == len(predictions) == 24
+                atoms.info.clear()  # random charges and spins, which the job reads for omol alone
+            atoms.calc = calculator
+            found = {"energy": atoms.get_potential_energy() / len(atoms), "forces": atoms.get_forces()}
+            expected = predictions[sid] | {"energy": predictions[sid]["energy"] / len(atoms)}
+            if dataset == "omat":
+                found["stress"] = atoms.get_stress()
+                # which makes it symmetric: autograd's is so to round-off
+                expected["stress"] = full_3x3_to_voigt_6_stress(expected["stress"].reshape(3, 3))
+            assert found.keys() == expected.keys()
+            for name, value in found.items():
+                worst[name] = max(worst[name], float(np.abs(value - expected[name]).max()))
+            seen.add(sid)
+    assert seen == predictions.keys() and len(seen) == 24
+    assert max(worst.values()) < 1e-5, worst
 
 
 def test_the_file_is_the_one_that_plain_fairchem_writes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ from ase import Atoms
 from ase.stress import full_3x3_to_voigt_6_stress
 from fairchem.core import FAIRChemCalculator
 from fairchem.core.datasets.ase_datasets import AseDBDataset
-from fairchem.core.units.mlip_unit import InferenceSettings, load_predict_unit
+from fairchem.core.units.mlip_unit import load_predict_unit
 from omegaconf import DictConfig, OmegaConf
 
 from fairchem_janus.evaluation import JanusEvalUnit
@@ -47,6 +48,13 @@ def evaluated(config: DictConfig) -> Predictions:
     return found
 
 
+@pytest.fixture(autouse=True)
+def eager() -> Iterator[None]:
+    """fairchem compiles its Wigner matrices, which takes a minute."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 @pytest.fixture(scope="module")
 def configs(fake_job: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, DictConfig]:
     common = [
@@ -79,8 +87,7 @@ def test_the_calculator_gives_what_the_evaluation_predicted(
 ) -> None:
     """To float32 round-off: eV an atom, eV/A, eV/A^3."""
     path = checkpoint(configs["janus"], "final") / "inference_ckpt.pt"
-    # fairchem compiles its quaternion Wigner matrices, for a minute
-    unit = load_predict_unit(path, device="cpu", inference_settings=InferenceSettings(use_quaternion_wigner=False))
+    unit = load_predict_unit(path, device="cpu")
     worst = {"energy": 0.0, "forces": 0.0, "stress": 0.0}
     seen = set()
     for dataset in ("omat", "omol"):

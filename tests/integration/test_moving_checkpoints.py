@@ -21,25 +21,35 @@ SIZES: dict[str, tuple[int, list[str]]] = {
     "P2-N2": (2, adopt(P=2, N=2)),
     "P2-N1": (2, adopt(P=2, N=1)),
     "D2-N1": (2, adopt(P=1, D=2, N=1)),
+    "G2-N2": (2, [*adopt(P=1, N=2), "++job.graph_parallel.group_size=2", "++job.scheduler.ranks_per_node=2"]),
     "P2-gars": (2, [*adopt(P=2, N=2), "+runner.janus.gars.graphs_per_step=6"]),
     "D2-gars": (2, [*adopt(P=1, D=2, N=2), "+runner.janus.gars.graphs_per_step=6"]),
 }
 """World size and overrides. A global batch is one of the stock sampler's for `plain` and `P2-N1`, 6 graphs for GARS,
 and two batches of the sampler otherwise."""
 
-FRESH = ("P1-N2", "plain", "P2-N2", "P2-N1", "plain-ddp", "P2-gars")
+FRESH = ("P1-N2", "plain", "P2-N2", "P2-N1", "plain-ddp", "G2-N2", "P2-gars")
 
 MOVES = [
     ("P1-N2", "P2-N2"),
     ("P2-N2", "P1-N2"),
     ("P2-N2", "D2-N1"),
+    ("P2-N2", "G2-N2"),
+    ("G2-N2", "P1-N2"),
     ("P2-gars", "D2-gars"),
     ("plain", "P2-N1"),
     ("P2-N1", "plain"),
     ("plain-ddp", "P2-N2"),
 ]
 
-RELOADS = [("P1-N2", "P2-N2"), ("P2-N2", "P1-N2"), ("plain-ddp", "P2-N2"), ("P2-N1", "plain"), ("P2-N2", "D2-N1")]
+RELOADS = [
+    ("P1-N2", "P2-N2"),
+    ("P2-N2", "P1-N2"),
+    ("plain-ddp", "P2-N2"),
+    ("P2-N1", "plain"),
+    ("P2-N2", "D2-N1"),
+    ("G2-N2", "P2-N2"),
+]
 """Resumed, and saved again without a step."""
 
 Runs = dict[str, list[Resumed]]

@@ -9,6 +9,7 @@ import pytest
 from omegaconf import DictConfig
 
 from fairchem_janus.checkpoint.contents import read_contents
+from fairchem_janus.parallel.launch import RankError
 from tests.integration.resume import Resumed, checkpoint, differences, job, run_all, stored
 from tests.integration.variants import adopt
 
@@ -22,6 +23,7 @@ SIZES: dict[str, tuple[int, list[str]]] = {
     "P2-N1": (2, adopt(P=2, N=1)),
     "D2-N1": (2, adopt(P=1, D=2, N=1)),
     "G2-N2": (2, [*adopt(P=1, N=2), "++job.graph_parallel.group_size=2", "++job.scheduler.ranks_per_node=2"]),
+    "P2-unfolded": (2, [*adopt(P=2, N=2), "+runner.janus.schedule=1f1b_2nd"]),
     "P2-gars": (2, [*adopt(P=2, N=2), "+runner.janus.gars.graphs_per_step=6"]),
     "D2-gars": (2, [*adopt(P=1, D=2, N=2), "+runner.janus.gars.graphs_per_step=6"]),
 }
@@ -36,6 +38,7 @@ MOVES = [
     ("P2-N2", "D2-N1"),
     ("P2-N2", "G2-N2"),
     ("G2-N2", "P1-N2"),
+    ("P2-N2", "P2-unfolded"),
     ("P2-gars", "D2-gars"),
     ("plain", "P2-N1"),
     ("P2-N1", "plain"),
@@ -49,8 +52,11 @@ RELOADS = [
     ("P2-N1", "plain"),
     ("P2-N2", "D2-N1"),
     ("G2-N2", "P2-N2"),
+    ("P2-N2", "P2-unfolded"),
 ]
 """Resumed, and saved again without a step."""
+
+# `unfolded`: every rank holds both stages, one for each half of the phases
 
 Runs = dict[str, list[Resumed]]
 
@@ -126,3 +132,13 @@ def test_a_checkpoint_that_was_moved_can_be_moved_on(configs: dict[str, DictConf
 
 def contents(location: Path) -> dict[str, tuple[int, ...] | None]:
     return {key: shape for key, shape in read_contents(str(location)).items() if key.startswith("unit_state.")}
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name_on_every_rank(
+    configs: dict[str, DictConfig], runs: Runs, fake_job: list[str], tmp_path: Path
+) -> None:
+    """A model of three blocks, whose stages all find what they ask for in a checkpoint of four."""
+    options = [f"job.run_dir='{tmp_path}'", "backbone.num_layers=3", "steps=8", *SIZES["P2-N2"][1]]
+    start = checkpoint(configs["P2-N2"], f"step_{SAVED_AT}")
+    with pytest.raises(RankError, match=r"parameters or buffers that the model does not have, backbone\.blocks\.3\."):
+        run_all({"shallow": job("shallow", fake_job, *options, start=start)}, world_size=2, timeout_seconds=60)

@@ -14,7 +14,8 @@ fairchem writes it::
 - `contents.py`: whether a checkpoint has what a job needs;
 - `progress.py`: how far into an epoch a run was, in units that do not depend on D and N;
 - `random_state.py`: the random generators of each rank;
-- `folder.py`: a folder that is complete or not there, and full disks;
+- `folder.py`: a folder that is complete or not there;
+- `disk.py`: full disks, told apart from other failures;
 - `export.py`: the inference checkpoint.
 """
 

@@ -14,6 +14,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from fairchem_janus.checkpoint.disk import plain_disk_errors
+
 KEYS = {"unit_state.model", "unit_state.ema", "config"}
 
 
@@ -33,7 +35,7 @@ def write_inference_checkpoint(checkpoint: str, path: str) -> None:
         model_config=unit["model"],
         tasks_config=unit["tasks"],
     )
-    with open(path, "wb") as file:  # given a path, torch would hide the errno of a failure
+    with plain_disk_errors(), open(path, "wb") as file:  # given a path, torch would say less of a failure
         torch.save(inference, file)
         file.flush()
         os.fsync(file.fileno())

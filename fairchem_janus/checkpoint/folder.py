@@ -13,7 +13,6 @@ survives: the checkpoint is given up, on all ranks alike, and the next one is tr
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
@@ -26,6 +25,7 @@ from fairchem.core.units.mlip_unit.mlip_unit import UNIT_INFERENCE_CHECKPOINT, U
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.checkpoint.api import CheckpointException
 
+from fairchem_janus.checkpoint.disk import CheckpointWriter, disk_is_full
 from fairchem_janus.checkpoint.export import write_inference_checkpoint
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 INCOMPLETE = ".incomplete"
 REPLACED = ".replaced"
-
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def save_checkpoint(unit: JanusTrainEvalUnit, location: str) -> bool:
@@ -51,22 +49,22 @@ def save_checkpoint(unit: JanusTrainEvalUnit, location: str) -> bool:
     config = resume_config(unit, location)
     try:
         _on_first_rank(lambda: _begin(partial, config))
-        dcp.save({"unit_state": unit.state_dict(), "config": config}, checkpoint_id=partial)
+        dcp.save({"unit_state": unit.state_dict(), "config": config}, storage_writer=CheckpointWriter(partial))
         if first:
             if unit.save_inference_ckpt:
                 _try_to_export(partial)
             _publish(partial, location)
     except (OSError, CheckpointException) as error:  # the latter is a BaseException, which no handler would see
         failures = _failures(error)
-        if not all(isinstance(cause, OSError) and cause.errno in _DISK_FULL for cause in failures.values()):
+        if not all(map(disk_is_full, failures.values())):
             text = "; ".join(f"rank {rank}: {cause!r}" for rank, cause in failures.items())
             raise RuntimeError(f"saving {location} failed on {text}") from error
         if first:
             shutil.rmtree(os.path.dirname(partial), ignore_errors=True)
+            ranks = ", ".join(map(str, failures))
             logging.error(
-                f"checkpoint {location} was NOT saved: the disk is full ({os.strerror(errno.ENOSPC)}, rank(s) "
-                f"{', '.join(map(str, failures))}). Training goes on and will try the next one; make room, or lower "
-                "max_saved_checkpoints"
+                f"checkpoint {location} was NOT saved: the disk is full (rank(s) {ranks}). Training goes on and will try "
+                "the next one; make room, or lower max_saved_checkpoints"
             )
         return False
     if first:
@@ -97,7 +95,7 @@ def _try_to_export(partial: str) -> None:
     try:
         write_inference_checkpoint(partial, path)
     except OSError as error:
-        if error.errno not in _DISK_FULL:
+        if not disk_is_full(error):
             raise
         os.remove(path)
         logging.error(

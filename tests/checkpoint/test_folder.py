@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import pickle
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,28 +18,30 @@ from fairchem.core.components.train.train_runner import get_most_recent_viable_c
 from omegaconf import OmegaConf
 
 from fairchem_janus.checkpoint import folder
+from fairchem_janus.checkpoint.disk import disk_is_full, plain_disk_errors
 from fairchem_janus.checkpoint.folder import INCOMPLETE, save_checkpoint
 
 
 class Unit:
     """As much of a unit as saving needs, with one number for its state."""
 
-    def __init__(self, path: Path, value: float = 1.0) -> None:
+    def __init__(self, path: Path, value: float = 1.0, size: int = 4) -> None:
         config = {"job": {"runner_state_path": None}, "runner": {"train_eval_unit": {"model": {"a": 1}, "tasks": []}}}
         OmegaConf.save(OmegaConf.create(config), path / "config.yaml")
         self.job_config = SimpleNamespace(metadata=SimpleNamespace(config_path=str(path / "config.yaml")))
         self.save_inference_ckpt = True
-        self.value = value
+        self.value, self.size = value, size
 
     def get_finetune_model_config(self) -> dict[str, int]:
         return {"fine": 1}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"model": {"w": torch.full((4,), self.value)}, "ema": {"w": torch.zeros(4)}, "optim": torch.ones(9)}
+        weights = torch.full((self.size,), self.value)
+        return {"model": {"w": weights}, "ema": {"w": weights.clone()}, "optim": torch.ones(9)}
 
 
-def value_of(location: Path) -> float:
-    state = {"unit_state": {"model": {"w": torch.zeros(4)}}}
+def value_of(location: Path, size: int = 4) -> float:
+    state = {"unit_state": {"model": {"w": torch.zeros(size)}}}
     dcp.load(state, checkpoint_id=location, no_dist=True)
     return float(state["unit_state"]["model"]["w"][0])
 
@@ -130,10 +135,52 @@ def test_a_full_disk_is_one_line_and_no_checkpoint(
         patch.setattr(f"fairchem_janus.checkpoint.folder.{where}", full)
         assert not save_checkpoint(Unit(tmp_path), str(location))
     (record,) = caplog.records
-    assert "step_1 was NOT saved: the disk is full (No space left on device, rank(s) 0)" in record.message
+    assert "step_1 was NOT saved: the disk is full (rank(s) 0)" in record.message
     assert "\n" not in record.message
     assert not location.exists() and not (location.parent / INCOMPLETE).exists()
     assert save_checkpoint(Unit(tmp_path), str(location))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting needs privileges")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_disk_that_fills_up(tmp_path: Path, small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Tensors of 4 MB do not fit; of 0.6 MB the inference checkpoint does not; then there is room again."""
+    location = small_disk / "checkpoints" / "step_1"
+    assert not save_checkpoint(Unit(tmp_path, size=1_000_000), str(location))
+    assert "step_1 was NOT saved: the disk is full (rank(s) 0)" in caplog.text
+    assert save_checkpoint(Unit(tmp_path, size=150_000), str(location))
+    assert "inference_ckpt.pt was NOT written" in caplog.text
+    assert value_of(location, size=150_000) == 1.0 and not (location / "inference_ckpt.pt").exists()
+    assert save_checkpoint(Unit(tmp_path, size=4), str(location))
+    assert (location / "inference_ckpt.pt").exists()
+
+
+def test_a_full_disk_behind_another_error_is_found() -> None:
+    def write() -> None:
+        try:
+            full()
+        finally:
+            raise RuntimeError("unexpected pos 704 vs 598")  # torch's, when it closes the file
+
+    with pytest.raises(OSError) as caught, plain_disk_errors():
+        write()
+    assert disk_is_full(caught.value) and disk_is_full(pickle.loads(pickle.dumps(caught.value)))
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    with pytest.raises(RuntimeError, match="something else"), plain_disk_errors():
+        raise RuntimeError("something else")
+    assert not disk_is_full(PermissionError(errno.EACCES, "Permission denied"))
 
 
 def test_a_disk_too_full_for_the_export_costs_the_export_alone(

@@ -63,8 +63,8 @@ def save_checkpoint(unit: JanusTrainEvalUnit, location: str) -> bool:
             shutil.rmtree(os.path.dirname(partial), ignore_errors=True)
             ranks = ", ".join(map(str, failures))
             logging.error(
-                f"checkpoint {location} was NOT saved: the disk is full (rank(s) {ranks}). Training goes on and will try "
-                "the next one; make room, or lower max_saved_checkpoints"
+                f"checkpoint {location} was NOT saved: the disk is full (rank(s) {ranks}). Training goes on and will "
+                "try the next one; make room, or lower max_saved_checkpoints"
             )
         return False
     if first:

@@ -15,6 +15,7 @@ import json
 import logging
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -209,4 +210,5 @@ class ScheduleChoice:
         """Settings that a choice was made for."""
         c = self.config
         names = ("schedule", "pipeline_size", "num_micro_batches", "max_in_flight", "max_ff_graphs", "partition")
-        return {name: getattr(c, name) for name in (*names, "memory_budget_gib", "split")}
+        key = {name: getattr(c, name) for name in (*names, "memory_budget_gib", "split")}
+        return {**key, "gp_size": self.topology.grid.G, "gars": None if c.gars is None else asdict(c.gars)}

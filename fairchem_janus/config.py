@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from fairchem_janus.data.gars_config import GarsConfig, reject_unknown_keys
 
 SCHEDULES = ("wavek", "gpipe_2nd", "auto", "1f1b_2nd", "1f1b_2nd_contiguous", "hanayo_2nd")
@@ -126,7 +128,7 @@ class JanusConfig:
         elif self.schedule != "wavek":
             raise ValueError(f"janus.wave_size=auto chooses k of schedule wavek, but janus.schedule={self.schedule}")
         budget = self.memory_budget_gib
-        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, (int, float)) or budget <= 0):
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget > 0):
             raise ValueError(f"janus.memory_budget_gib must be a positive number, got {budget!r}")
         if budget is not None and not self.chooses:
             raise ValueError(
@@ -164,6 +166,10 @@ class JanusConfig:
         Raises:
             ValueError: an unknown key (with the nearest known one) or a value out of range.
         """
+        if block is not None and not isinstance(block, Mapping) and not OmegaConf.is_dict(block):
+            raise ValueError(
+                f"janus must be a block of keys such as {{pipeline_size: 2, num_micro_batches: 4}}, got {block!r}"
+            )
         values = dict(block or {})
         reject_unknown_keys(values, [field.name for field in fields(cls)], prefix="janus")
         if values.get("gars") is not None:

@@ -159,6 +159,7 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         self.scheduler: Any = None
         self.step_size: StepSize
         self.steps_per_epoch = 0
+        self._steps_before_epoch = 0
         self.lazy_state_location: str | None = None
         self.last_report: StepReport | None = None
         self.last_loss: float | None = None  # as in fairchem, None before the first step
@@ -176,6 +177,7 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         epoch = self.train_progress.num_epochs_completed
         start_step = self.train_progress.num_steps_completed_in_epoch
         set_sampler_state(state, epoch, start_step)
+        self._steps_before_epoch = self.train_progress.num_steps_completed - start_step
         train_state = state.train_state
         self.reporter.start(
             steps_done=self.train_progress.num_steps_completed,
@@ -188,6 +190,16 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         """As in torchtnt; the random state is followed, or put back, around it."""
         self.random_state.before_batch()
         return super().get_next_train_batch(state, data_iter)
+
+    def on_train_epoch_start(self, state: State) -> None:
+        super().on_train_epoch_start(state)
+        self._steps_before_epoch = self.train_progress.num_steps_completed
+
+    def unfinished_epoch(self) -> int:
+        """Steps of the last epoch if it was broken off (`max_steps`) and yet counts as completed, else 0."""
+        progress = self.train_progress
+        done = progress.num_steps_completed - self._steps_before_epoch
+        return done if progress.num_steps_completed_in_epoch == 0 and 0 < done < self.steps_per_epoch else 0
 
     def train_step(self, state: State, data: list[Any]) -> None:
         self.random_state.batch_in_use()

@@ -8,6 +8,7 @@ checkpoint that lacks some is not asked for them:
 
 - `schedule`: what the run chose (`choice.py`);
 - `step_size`: what a step takes from an epoch (`progress.py`);
+- `unfinished_epoch`: steps of an epoch that `max_steps` broke off, which torchtnt counts as completed;
 - `random.rank<r>`: random generators of global rank r (`random_state.py`).
 """
 
@@ -50,6 +51,7 @@ def unit_state(unit: JanusTrainEvalUnit) -> dict[str, Any]:
         OWN_KEY: {
             "schedule": unit.choice.state(),
             "step_size": unit.step_size.to_json(),
+            "unfinished_epoch": str(unit.unfinished_epoch()),
             "random": {random_state.key_of(unit.topology.grid.rank): unit.random_state.state()},
         },
     }
@@ -91,6 +93,9 @@ def load_unit_state(unit: JanusTrainEvalUnit, state: Mapping[str, Any], step_siz
     if unit.ema_model is not None:
         unit.ema_model.load_state_dict(state["ema"])
     progress = dict(state["progress"])
+    if unfinished := int(state.get(OWN_KEY, {}).get("unfinished_epoch", "0")):
+        progress["num_epochs_completed"] -= 1
+        progress["num_steps_completed_in_epoch"] = unfinished
     steps = progress["num_steps_completed_in_epoch"]
     progress["num_steps_completed_in_epoch"] = converted_steps(steps, step_size, unit.step_size, unit.steps_per_epoch)
     unit.train_progress.load_state_dict(progress)
@@ -105,7 +110,7 @@ def _own_part(stored: Shapes, rank: int) -> dict[str, Any]:
     """Room for those of our own keys that a checkpoint has."""
     prefix = f"unit_state.{OWN_KEY}."
     keys = {key.removeprefix(prefix) for key in stored if key.startswith(prefix)}
-    own: dict[str, Any] = {key: "" for key in ("schedule", "step_size") if key in keys}
+    own: dict[str, Any] = {key: "" for key in ("schedule", "step_size", "unfinished_epoch") if key in keys}
     num_saved = sum(key.startswith("random.") for key in keys)
     if num_saved:
         own["random"] = {random_state.key_of(rank % num_saved): b""}

@@ -71,13 +71,20 @@ def _print_tables(result: dict[str, Comparison], gp_size: int) -> None:
 
     from fairchem_janus.data.balance import histogram
 
-    table = Table(
-        "packing", "load", "max/mean", "worst step", "floor", "CV", "comm-free", f"edges over {gp_size} ranks"
-    )
+    table = Table()
+    for heading in ("packing", "load", "max/mean", "worst", "floor", "CV"):
+        table.add_column(heading, no_wrap=True)
+    if gp_size > 1:
+        table.add_column("comm-free")
+        table.add_column(f"edges over {gp_size} ranks")
     for name, comparison in result.items():
         for load in ("atoms", "edges"):
             mean = comparison.mean
             first = load == "atoms"
+            shared = [
+                f"{mean['comm_free_share']:.0%}" if first else "",
+                "" if first else f"{sum(comparison.over_ranks) / len(comparison.over_ranks):.3f}",
+            ]
             table.add_row(
                 name if first else "",
                 load,
@@ -85,8 +92,7 @@ def _print_tables(result: dict[str, Comparison], gp_size: int) -> None:
                 f"{max(step[f'max_over_mean_{load}'] for step in comparison.per_step):.3f}",
                 f"{mean[f'floor_{load}']:.3f}",
                 f"{mean[f'cv_{load}']:.4f}",
-                f"{mean['comm_free_share']:.0%}" if first else "",
-                "" if first else f"{sum(comparison.over_ranks) / len(comparison.over_ranks):.3f}",
+                *(shared if gp_size > 1 else []),
                 end_section=not first,
             )
     Console(soft_wrap=True).print(table)

@@ -142,11 +142,12 @@ def _print_rivals(plan: Plan, console: Console) -> None:
 
     table = Table(title="all families on these costs", title_justify="left")
     table.add_column("schedule", no_wrap=True)
-    for column in ("step (ms)", "bubble", "in flight", "graphs (GiB)", ""):
-        table.add_column(column, justify="right")
+    for column in ("step (ms)", "bubble", "in flight", "GiB"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("remarks")
     for rival in plan.rivals:
         simulation = rival.simulation
-        notes = [] if rival.fits else ["above caps"]
+        notes = [] if rival.fits else ["needs more"]
         if not rival.schedule.is_folded:
             notes.append("unfolded")
         table.add_row(

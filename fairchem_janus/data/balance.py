@@ -136,8 +136,14 @@ def histogram(
     if values.size == 0:
         return "(nothing to show)"
     counts, borders = np.histogram(values, bins=num_bins, range=limits)
-    longest = max(counts.max(), 1)
+    longest, step = max(counts.max(), 1), borders[1] - borders[0]
     return "\n".join(
-        f"{low:10.4g} - {high:<10.4g} {count:7d}  {'#' * int(np.ceil(width * count / longest))}"
+        f"{_border(low, step):>10} - {_border(high, step):<10} {count:7d}  "
+        + "#" * int(np.ceil(width * count / longest))
         for low, high, count in zip(borders[:-1], borders[1:], counts, strict=True)
     )
+
+
+def _border(value: float, step: float) -> str:
+    """Whole numbers, where bins are wide enough for them."""
+    return f"{value:,.0f}" if step >= 2 else f"{value:.4g}"

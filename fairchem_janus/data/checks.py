@@ -117,6 +117,12 @@ def _geometry_problems(atoms: Atoms, config: ImportConfig) -> Iterator[str]:
         yield f"{pair} are {distance:.3g} A apart, nearer than {config.min_distance:g} A"
 
 
+def _labels_there(atoms: Atoms) -> list[str]:
+    """Names under which a frame has anything that may be a label."""
+    results = {} if atoms.calc is None else getattr(atoms.calc, "results", {})
+    return sorted({*atoms.info, *results, *(set(atoms.arrays) - {"numbers", "positions"})})
+
+
 def _label_problems(atoms: Atoms, config: ImportConfig) -> Iterator[str]:
     labels = find_labels(atoms, config)
     shapes = {"energy": ((), (1,)), "forces": ((len(atoms), 3),), "stress": ((6,), (3, 3), (9,))}
@@ -125,7 +131,7 @@ def _label_problems(atoms: Atoms, config: ImportConfig) -> Iterator[str]:
         name = label if key == label else f"{label} ('{key}')"
         if label not in labels:
             if label in config.required:
-                yield f"{name} is missing"
+                yield f"{name} is missing; the frame has {', '.join(_labels_there(atoms)) or 'no labels at all'}"
             continue
         try:
             value = np.asarray(labels[label], dtype=float)

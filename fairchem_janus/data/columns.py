@@ -78,7 +78,7 @@ def repair(dataset: Any, options: str = "") -> str:
         f"fairchem-janus data stats {path}{options and ' '}{options} --write-metadata"
         for path in getattr(dataset, "paths", ()) or ("SRC",)
     ]
-    return f"Write them: {'; '.join(commands)}"
+    return f"To write the metadata: {'; '.join(commands)}"
 
 
 def instantiate_dataset(config: Any) -> Any:

@@ -267,6 +267,11 @@ def build_dataloader(
         sizes = sampler.sizes
     else:
         batches = _stock_batches(make_sampler, dataset, grid)
+        if len(batches) < num_micro_batches and grid.rank == 0 and name == "train":
+            logging.warning(
+                f"an epoch of the {name} loader has {len(batches)} batches a replica, fewer than num_micro_batches="
+                f"{num_micro_batches}: a step is a whole epoch, and evaluations by epoch follow every step"
+            )
         report = run_folder / f"left_out_{name}.csv"
         report_left_out(dataset, batches, oversize=oversize, report=report, write=grid.rank == 0)
         sampler, sizes = MicroBatchSampler(batches, num_micro_batches), None

@@ -162,9 +162,13 @@ def read_graph_parallel(job: Mapping[str, Any]) -> GraphParallelConfig:
     """The `graph_parallel` block of a job.
 
     Raises:
-        ValueError: mode and partition do not go together in fairchem's forward.
+        ValueError: the size is no size, or mode and partition do not go together in fairchem's forward.
     """
     block = job["graph_parallel"]
+    if int(block["group_size"]) < 1:
+        raise ValueError(
+            f"job.graph_parallel.group_size must be at least 1 (no graph parallelism), got {block['group_size']}"
+        )
     config = GraphParallelConfig(
         group_size=int(block["group_size"]),
         mode=GPMode(block.get("mode", GPMode.ALLGATHER)),

@@ -10,8 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-IGNORED = ("job.run_dir", "job.run_name", "job.timestamp_id", "job.metadata", "runner.train_eval_unit.job_config")
-"""They tell runs apart without being settings."""
+IGNORED = (
+    "job.run_dir",
+    "job.run_name",
+    "job.timestamp_id",
+    "job.metadata",
+    "job.runner_state_path",
+    "runner.train_eval_unit.job_config",
+    "runner.callbacks",
+)
+"""They tell runs apart without being settings that figures depend on."""
+
+FIRST = ("runner.janus", "runner.train_eval_unit.optimizer_fn", "job.scheduler", "job.graph_parallel.group_size")
+"""Settings under these come first where there is not room for all."""
 
 MISSING = ""
 
@@ -57,10 +68,15 @@ def differing(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
         if any(value != values[0] for value in values):
             alike.setdefault(repr(values), []).append(key)
     chosen = [min(group, key=lambda key: (key.count("."), len(key))) for group in alike.values()]
+    chosen = sorted((key for key in chosen if key == "runner._target_" or not key.endswith("_target_")), key=_rank)
     columns = {}
     for key, name in zip(chosen, _short_names(chosen), strict=True):
         columns[name] = [run.get(key, MISSING) for run in runs]
     return columns
+
+
+def _rank(key: str) -> int:
+    return next((place for place, prefix in enumerate(FIRST) if key.startswith(prefix)), len(FIRST))
 
 
 def _short_names(keys: Sequence[str]) -> list[str]:

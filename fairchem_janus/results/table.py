@@ -91,7 +91,8 @@ def show(runs: Sequence[RunSummary], console: Console) -> None:
     shown = dict(list(settings.items())[:MOST_SETTINGS])
     labels = run_names(runs)
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    by_settings = shown and len({tuple(map(str, row)) for row in zip(*shown.values(), strict=True)}) == len(runs)
+    distinct = shown and len({tuple(map(str, row)) for row in zip(*shown.values(), strict=True)}) == len(runs)
+    by_settings = distinct and all(run.overrides is not None for run in runs)  # members of a sweep are their overrides
     if not by_settings:
         table.add_column("run", overflow="fold")
     for name in shown:

@@ -145,7 +145,13 @@ class Schedule:
         Raises ValueError, naming file, row and column (both counted from 1, as a spreadsheet does), for an unknown
         or a misplaced empty cell, a stage or micro-batch out of range, or a wrong number of rows.
         """
-        text = Path(path).read_text()
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            row = Path(path).read_bytes()[: error.start].count(b"\n") + 1
+            raise ValueError(
+                f"{path}, row {row}: this is no text in UTF-8; is it a spreadsheet's own format?"
+            ) from None
         return cls.parse_csv(
             text, name=Path(path).stem, source=path, num_stages=num_stages, num_micro_batches=num_micro_batches
         )

@@ -45,6 +45,20 @@ def joined(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"state": values, "param_groups": merge_groups([part["param_groups"] for part in parts], NAMES)}
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.SGD])
+def test_saving_before_the_first_step_changes_nothing(kind: Any) -> None:
+    """torch's own `get_optimizer_state_dict` leaves Adam's count, and with it the bias correction, one step ahead."""
+    trained = []
+    for save in (False, True):
+        held = parameters()
+        optimizer = make(held, kind)
+        if save:
+            saved(optimizer, held)
+        train(optimizer, held)
+        trained.append(held)
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in NAMES)
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.SGD, {}), (torch.optim.NAdam, {})],

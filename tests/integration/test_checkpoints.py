@@ -63,6 +63,24 @@ def test_resumed_run_ends_where_the_uninterrupted_one_does(
     }
 
 
+def test_a_run_that_max_steps_ended_in_mid_epoch_is_extended_with_the_rest_of_the_epoch(
+    run: tuple[int, DictConfig, list[dict[str, Any]]],
+) -> None:
+    """torchtnt counts the epoch as completed; plain fairchem would leave the rest of its graphs out."""
+    P, config, uninterrupted = run
+    short, extended = config.copy(), config.copy()
+    for name, part in (("short", short), ("extended", extended)):
+        part.job.timestamp_id = f"{config.job.timestamp_id}-{name}"
+        part.runner.train_eval_unit.job_config.timestamp_id = part.job.timestamp_id
+        part.job.metadata.checkpoint_dir = str(checkpoint(config, "") / f"of-{name}-run")
+    short.runner.max_steps = SAVED_AT
+    train(short, world_size=P)
+    extended.job.runner_state_path = str(checkpoint(short, "final"))
+    for before, after in zip(uninterrupted, train(extended, world_size=P), strict=True):
+        for name in before:
+            torch.testing.assert_close(after[name], before[name], rtol=0, atol=0, msg=name)
+
+
 def test_inference_checkpoint_loads_where_this_package_is_not_installed(run: tuple[int, DictConfig, Any]) -> None:
     _, config, _ = run
     program = (

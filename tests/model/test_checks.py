@@ -295,6 +295,12 @@ def test_graph_parallelism_that_fairchem_cannot_run_is_refused() -> None:
         read_graph_parallel({"graph_parallel": {"group_size": 2, "mode": "allgather", "partition": "spatial"}})
 
 
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_graph_parallel_size_that_is_none_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"job.graph_parallel.group_size must be at least 1 .* got {size}"):
+        read_graph_parallel({"graph_parallel": {"group_size": size}})
+
+
 def test_comm_free_micro_batches_fall_into_parts_and_count_as_several() -> None:
     """`pnorm` depends on what else is in a batch."""
     norm = {"experts": 4, "moe_expert_coefficient_norm": "pnorm"}

@@ -8,14 +8,19 @@ from fairchem_janus.results.settings import differing, flatten
 def test_leaves_by_path_without_what_is_no_setting() -> None:
     config = {
         "job": {"run_dir": "a", "timestamp_id": "b", "metadata": {"commit": "c"}, "seed": 0},
-        "runner": {"train_eval_unit": {"job_config": {"seed": 0}, "lr": 1}, "callbacks": [{"n": 1}, {"n": None}]},
+        "runner": {"train_eval_unit": {"job_config": {"seed": 0}, "lr": 1}, "callbacks": [{"n": 1}], "list": [1, None]},
     }
     assert flatten(config) == {
         "job.seed": 0,
         "runner.train_eval_unit.lr": 1,
-        "runner.callbacks.0.n": 1,
-        "runner.callbacks.1.n": None,
+        "runner.list.0": 1,
+        "runner.list.1": None,
     }
+
+
+def test_settings_of_the_pipeline_come_first_and_classes_not_at_all() -> None:
+    runs = [{"z": n, "x._target_": n, "runner.janus.wave_size": 3 - n} for n in (1, 2)]
+    assert list(differing([{**run, "z": 2 * place} for place, run in enumerate(runs)])) == ["wave_size", "z"]
 
 
 def test_what_differs_in_the_same_way_is_one_column() -> None:

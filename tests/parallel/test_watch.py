@@ -20,7 +20,7 @@ from fairchem_janus.parallel import watch as module
 from fairchem_janus.parallel.watch import FailureWatch
 
 TIMEOUT = 20.0
-"""Seconds for every rank to be gone; the bound promised to users is 30, with grace periods of 5 to 12 of them."""
+"""Seconds for every rank to be gone; the bound promised to users is 30, with grace periods of 5 to 25 of them."""
 
 RANK = textwrap.dedent(
     """
@@ -30,7 +30,7 @@ RANK = textwrap.dedent(
     import torch.distributed as dist
     from fairchem_janus.parallel import watch
 
-    watch.GRACE_SECONDS, watch.SIGTERM_GRACE_SECONDS = 1.0, 1.0
+    watch.GRACE_SECONDS, watch.SIGNAL_GRACE_SECONDS = 1.0, 1.0
     signal.signal(signal.SIGTERM, lambda *_: print("handled", flush=True))  # as fairchem's, served between bytecodes
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     guard = watch.FailureWatch.of_world()

@@ -3,7 +3,8 @@
 #
 # As root, on Debian or Ubuntu. `start` installs slurm-wlm and munge if they are missing and runs munged, slurmctld and
 # slurmd on loopback; configuration, logs and state are in a folder of their own, /etc/slurm is not touched. The machine
-# becomes one node that claims 8 CPUs, however many there are. No accounting: `sacct` does not work, `squeue` does.
+# becomes one node that claims 8 CPUs, however many there are. Ranks that are to end are killed after 3 seconds. There is
+# no accounting: `sacct` does not work, `squeue` does.
 # `stop` ends these three daemons, with any job, and nothing else. After `start`:
 #
 #   export SLURM_CONF=/var/lib/slurm-local/slurm.conf
@@ -70,7 +71,7 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1
 SlurmdParameters=config_overrides
 ReturnToService=2
 JobRequeue=1
-KillWait=30
+KillWait=3
 NodeName=$node NodeAddr=127.0.0.1 CPUs=$cpus RealMemory=1000000 State=UNKNOWN
 PartitionName=local Nodes=$node Default=YES MaxTime=INFINITE State=UP
 CONF
@@ -102,7 +103,10 @@ case "${1:-}" in
         echo "export SLURM_CONF=$conf"
         ;;
     stop)
-        if running slurmctld; then scancel --state=PENDING --state=RUNNING --user=root 2>/dev/null || true; sleep 1; fi
+        if running slurmctld; then
+            squeue -h -o %A | sort -u | xargs -r scancel
+            for _ in $(seq 20); do [ -n "$(squeue -h)" ] || break; sleep 0.5; done  # or their processes would stay
+        fi
         for daemon in "${daemons[@]}"; do
             if ! running "$daemon"; then continue; fi
             pid="$(cat "$(pid_file "$daemon")")"

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from fairchem.core.common.distutils import get_device_for_local_rank, get_rank, get_world_size
+from fairchem.core.components.callbacks import StopBeforeTimeoutCallback
 from fairchem.core.components.train.train_runner import TrainEvalRunner
 from fairchem.core.units.mlip_unit.mlip_unit import MLIPTrainEvalUnit
 from hydra.utils import get_object, instantiate
@@ -37,6 +38,7 @@ from fairchem_janus.checkpoint import save_checkpoint
 from fairchem_janus.config import JanusConfig
 from fairchem_janus.data.edges import EdgeCounts
 from fairchem_janus.data.loader import build_dataloader
+from fairchem_janus.deadline import follow_first_rank
 from fairchem_janus.engine.held import stages_of_rows
 from fairchem_janus.interrupt import StopOnSignal, link_last_checkpoint
 from fairchem_janus.model.checks import ModelSettings, check_edges_given, check_model, read_model_settings
@@ -140,6 +142,7 @@ class JanusRunner(TrainEvalRunner):
         handles signals, and `save_state` is told so.
         """
         try:
+            self._add_callbacks()
             if is_local(self.job_config):
                 stop = StopOnSignal(self._save_interrupted, self._preemption_folder, self.watch.shared_store)
                 self.callbacks = [*self.callbacks, stop]
@@ -157,6 +160,17 @@ class JanusRunner(TrainEvalRunner):
         finally:
             self._restore_groups()
         self.watch.stop()
+
+    def _add_callbacks(self) -> None:
+        """fairchem's runner adds the callback of `stop_before_timeout_min` later; here it shares a clock first."""
+        if self.stop_before_timeout_min is not None:
+            timeout = StopBeforeTimeoutCallback(
+                timeout_hr=self._get_slurm_timeout_hr(), stop_before_timeout_min=self.stop_before_timeout_min
+            )
+            self.callbacks, self.stop_before_timeout_min = [*self.callbacks, timeout], None
+        for callback in self.callbacks:
+            if isinstance(callback, StopBeforeTimeoutCallback):
+                follow_first_rank(callback, self.train_eval_unit.topology.device)
 
     def close(self) -> None:
         """End a run that was not started with `run`: nothing of it stays in this process."""
@@ -197,6 +211,7 @@ class JanusRunner(TrainEvalRunner):
         )
 
     callbacks: list[Any]
+    stop_before_timeout_min: float | None
     train_dataloader: DataLoader[list[Any]]
     eval_dataloader: DataLoader[list[Any]]
     train_eval_unit: JanusTrainEvalUnit

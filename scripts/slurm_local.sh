@@ -93,9 +93,9 @@ start_daemons() {
 }
 
 export SLURM_CONF="$conf"
+case "${1:-}" in start | stop) [ "$(id -u)" = 0 ] || die "$1 needs root: slurmd starts jobs as their users" ;; esac
 case "${1:-}" in
     start)
-        [ "$(id -u)" = 0 ] || die "start needs root: slurmd starts jobs as their users"
         install_missing
         write_configuration
         start_daemons

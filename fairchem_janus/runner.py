@@ -27,16 +27,20 @@ from typing import Any
 
 import torch
 from fairchem.core.common.distutils import get_device_for_local_rank, get_rank, get_world_size
+from fairchem.core.components.callbacks import StopBeforeTimeoutCallback
 from fairchem.core.components.train.train_runner import TrainEvalRunner
 from fairchem.core.units.mlip_unit.mlip_unit import MLIPTrainEvalUnit
 from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
+from fairchem_janus.checkpoint import save_checkpoint
 from fairchem_janus.config import JanusConfig
 from fairchem_janus.data.edges import EdgeCounts
 from fairchem_janus.data.loader import build_dataloader
+from fairchem_janus.deadline import follow_first_rank
 from fairchem_janus.engine.held import stages_of_rows
+from fairchem_janus.interrupt import StopOnSignal, link_last_checkpoint
 from fairchem_janus.model.checks import ModelSettings, check_edges_given, check_model, read_model_settings
 from fairchem_janus.model.frugal import only_blocks
 from fairchem_janus.model.partition import partition_blocks
@@ -83,7 +87,7 @@ class JanusRunner(TrainEvalRunner):
         grid = check_job(job, unit_config, config, settings, world_size=get_world_size(), rank=get_rank())
         for key in LOADERS:
             check_edges_given(settings, children[key].get("dataset"), name=key)
-        if grid.rank and str(job["scheduler"]["mode"]).lower().endswith("local"):
+        if grid.rank and is_local(job):
             logging.getLogger().setLevel(logging.WARNING)  # the ranks share one console; rank 0 speaks for all
         device = torch.device(get_device_for_local_rank())
         topology = Topology.build(grid, device)
@@ -132,16 +136,41 @@ class JanusRunner(TrainEvalRunner):
         """
 
     def run(self) -> None:
-        """Train; if anything fails on this rank, all ranks end within seconds with the first error on the console."""
+        """Train; if anything fails on this rank, all ranks end within seconds with the first error on the console.
+
+        SIGTERM and Ctrl-C in LOCAL mode end the run with a saved state, see `StopOnSignal`. In SLURM mode submitit
+        handles signals, and `save_state` is told so.
+        """
         try:
-            super().run()
+            self._add_callbacks()
+            if is_local(self.job_config):
+                stop = StopOnSignal(self._save_interrupted, self._preemption_folder, self.watch.shared_store)
+                self.callbacks = [*self.callbacks, stop]
+                with stop.installed():
+                    super().run()
+            else:
+                super().run()
             self._report_end()
         except Exception as error:
             self.watch.report(error)
             raise
+        except SystemExit:  # a signal's
+            self.watch.stop()
+            raise
         finally:
             self._restore_groups()
         self.watch.stop()
+
+    def _add_callbacks(self) -> None:
+        """fairchem's runner adds the callback of `stop_before_timeout_min` later; here it shares a clock first."""
+        if self.stop_before_timeout_min is not None:
+            timeout = StopBeforeTimeoutCallback(
+                timeout_hr=self._get_slurm_timeout_hr(), stop_before_timeout_min=self.stop_before_timeout_min
+            )
+            self.callbacks, self.stop_before_timeout_min = [*self.callbacks, timeout], None
+        for callback in self.callbacks:
+            if isinstance(callback, StopBeforeTimeoutCallback):
+                follow_first_rank(callback, self.train_eval_unit.topology.device)
 
     def close(self) -> None:
         """End a run that was not started with `run`: nothing of it stays in this process."""
@@ -162,20 +191,38 @@ class JanusRunner(TrainEvalRunner):
             peak_memory_gib=worst_peak_gib(unit.topology.device),
         )
 
-    def save_state(self, checkpoint_location: str, is_preemption: bool = False) -> bool:
-        """As in fairchem, which trips over the empty folder that its own LOCAL-mode signal handler makes."""
-        if is_preemption and os.path.isdir(checkpoint_location) and not os.path.islink(checkpoint_location):
-            if os.listdir(checkpoint_location):
-                return False
-            os.rmdir(checkpoint_location)
-        return super().save_state(checkpoint_location, is_preemption)
+    @property
+    def _preemption_folder(self) -> str:
+        return self.job_config.metadata.preemption_checkpoint_dir
 
+    def save_state(self, checkpoint_location: str, is_preemption: bool = False) -> bool:
+        """As in fairchem: in the case of preemption, only a link to the last complete checkpoint is made."""
+        if is_preemption:
+            return link_last_checkpoint(self.job_config.metadata.checkpoint_dir, checkpoint_location)
+        return super().save_state(checkpoint_location)
+
+    def _save_interrupted(self, location: str) -> bool:
+        """Save where fairchem would put its link; if the disk is full, make the link."""
+        first = get_rank() == 0
+        if first and os.path.islink(location):
+            os.unlink(location)
+        return save_checkpoint(self.train_eval_unit, location) or (
+            first and self.save_state(location, is_preemption=True)
+        )
+
+    callbacks: list[Any]
+    stop_before_timeout_min: float | None
     train_dataloader: DataLoader[list[Any]]
     eval_dataloader: DataLoader[list[Any]]
     train_eval_unit: JanusTrainEvalUnit
 
 
 _OWN_UNIT = {"_target_": f"{JanusTrainEvalUnit.__module__}.{JanusTrainEvalUnit.__qualname__}", "_partial_": True}
+
+
+def is_local(job: Mapping[str, Any]) -> bool:
+    """Whether the ranks of a job were started on this machine, by fairchem's command line."""
+    return str(job["scheduler"]["mode"]).lower().endswith("local")
 
 
 def _own_blocks(config: JanusConfig, settings: ModelSettings, grid: Grid) -> set[int]:

@@ -159,7 +159,7 @@ class FairchemGroups:
 
 
 def read_graph_parallel(job: Mapping[str, Any]) -> GraphParallelConfig:
-    """The `graph_parallel` block of a job.
+    """The `graph_parallel` block of a job; in a `resume.yaml` its modes are the names of fairchem's, not their values.
 
     Raises:
         ValueError: the size is no size, or mode and partition do not go together in fairchem's forward.
@@ -171,8 +171,8 @@ def read_graph_parallel(job: Mapping[str, Any]) -> GraphParallelConfig:
         )
     config = GraphParallelConfig(
         group_size=int(block["group_size"]),
-        mode=GPMode(block.get("mode", GPMode.ALLGATHER)),
-        partition=GPPartition(block.get("partition", GPPartition.INDEX_SPLIT)),
+        mode=GPMode(str(block.get("mode", GPMode.ALLGATHER)).lower()),
+        partition=GPPartition(str(block.get("partition", GPPartition.INDEX_SPLIT)).lower()),
     )
     if config.group_size > 1 and config.mode == GPMode.ALLGATHER and config.partition == GPPartition.SPATIAL:
         raise ValueError(

@@ -5,7 +5,9 @@ reaches it, so a job with one failed rank would wait for the process group's tim
 launcher's SIGKILL. A small thread on each rank watches two things and calls `os._exit`:
 
 - a note in the job's key-value store, written by the rank that fails first;
-- SIGTERM, through `signal.set_wakeup_fd`, which the C handler serves even while Python is blocked.
+- SIGTERM and Ctrl-C, through `signal.set_wakeup_fd`, which the C handler serves even while Python is blocked. Not under
+  SLURM: there SIGTERM is a first warning, after which a job may go on (submitit bypasses it), and SLURM itself sees to
+  the end.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ EXIT_CODE = 1
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 5.0
 """Time for a rank's own error message, or its own clean ending, before it is ended from outside."""
-SIGTERM_GRACE_SECONDS = 12.0
-"""Longer than above: fairchem's SIGTERM handler records where to resume from."""
+SIGNAL_GRACE_SECONDS = 25.0
+"""Time to stop before the next step and save (`interrupt.py`); torch's launcher waits 30 seconds, then kills."""
 
 _KEY = "janus/first_failure"
 
@@ -38,10 +40,18 @@ class FailureWatch:
         self.rank = rank
         self.alone = alone  # a single rank leaves nobody waiting: its process may go on (a notebook, a test)
         self._store = store
+        self._ending_signals = {signal.SIGTERM} if alone else {signal.SIGTERM, signal.SIGINT}
+        if os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
+            self._ending_signals = set()
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
         self._wakeup: socket.socket | None = None
         self._previous_fd = -1
+
+    @property
+    def shared_store(self) -> dist.Store | None:
+        """The job's key-value store; None for a rank that is alone."""
+        return None if self.alone else self._store
 
     @classmethod
     def of_world(cls) -> FailureWatch:
@@ -91,8 +101,10 @@ class FailureWatch:
     def _watch(self, reader: socket.socket) -> None:
         store = self._store.clone() if self._store is not None else None
         while not self._done.is_set():
-            if select.select([reader], [], [], POLL_SECONDS)[0] and signal.SIGTERM in reader.recv(64):
-                self._end("SIGTERM", SIGTERM_GRACE_SECONDS)
+            if select.select([reader], [], [], POLL_SECONDS)[0]:
+                received = self._ending_signals.intersection(reader.recv(64))
+                if received:
+                    self._end(signal.Signals(min(received)).name, SIGNAL_GRACE_SECONDS)
             try:
                 failed = store is not None and store.check([_KEY])
             except Exception:  # the store's host is gone: the job is ending
@@ -108,6 +120,15 @@ class FailureWatch:
                 return
         print(f"fairchem-janus: rank {self.rank} ends because of: {reason}", file=sys.stderr, flush=True)
         os._exit(EXIT_CODE)
+
+
+def _forget_wakeup_fd() -> None:
+    """A process forked off, a loader's worker, must not report its own signals as its rank's."""
+    if threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget_wakeup_fd)
 
 
 def _exit_after(seconds: float) -> None:

@@ -18,10 +18,16 @@ ROOT = Path(__file__).parents[2]
 FAIRCHEM = Path(sys.executable).with_name("fairchem")
 
 
-def fairchem(*overrides: str, timeout: float = 240.0) -> tuple[int, list[tuple[float, str]]]:
-    """Exit status, and every line that came out with the time at which it came."""
+def fairchem(
+    *overrides: str, job: Path = STOCK_JOB, timeout: float = 240.0, signal_at: tuple[str, int] | None = None
+) -> tuple[int, list[tuple[float, str]]]:
+    """Exit status, and every line that came out with the time at which it came.
+
+    Args:
+        signal_at: a text and a signal, sent to the command when a line with that text comes.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    command = [str(FAIRCHEM), "-c", str(STOCK_JOB), *overrides]
+    command = [str(FAIRCHEM), "-c", str(job), *overrides]
     deadline = time.monotonic() + timeout
     lines = []
     with subprocess.Popen(
@@ -30,6 +36,9 @@ def fairchem(*overrides: str, timeout: float = 240.0) -> tuple[int, list[tuple[f
         assert process.stdout is not None
         for line in process.stdout:
             lines.append((time.monotonic(), line.rstrip()))
+            if signal_at is not None and signal_at[0] in line:
+                process.send_signal(signal_at[1])
+                signal_at = None
             if time.monotonic() > deadline:
                 process.kill()
                 pytest.fail("the job did not end in time:\n" + "\n".join(text for _, text in lines[-30:]))

@@ -6,7 +6,7 @@ import os
 import signal
 
 from fairchem.core.common.distutils import get_rank
-from fairchem.core.components.callbacks import TrainCheckpointCallback
+from fairchem.core.components.callbacks import StopBeforeTimeoutCallback, TrainCheckpointCallback
 from torchtnt.framework.callback import Callback
 
 
@@ -48,3 +48,16 @@ class SaveAt(TrainCheckpointCallback):
         if step in self.steps:
             save, folder = self._checkpoint_hooks()
             save(os.path.join(folder, f"step_{step}"))
+
+
+class StopWithSkewedClocks(StopBeforeTimeoutCallback):
+    """Sees its deadline after a number of looks at the clock, one look earlier on every later rank."""
+
+    def __init__(self, looks: int) -> None:
+        self.seconds = float(get_rank())
+        super().__init__(timeout_hr=1.0, stop_before_timeout_min=1.0, clock=self._tick)
+        self.deadline = float(looks)
+
+    def _tick(self) -> float:
+        self.seconds += 1.0
+        return self.seconds - 1.0

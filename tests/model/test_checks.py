@@ -301,6 +301,11 @@ def test_a_graph_parallel_size_that_is_none_is_refused(size: int) -> None:
         read_graph_parallel({"graph_parallel": {"group_size": size}})
 
 
+def test_the_modes_of_a_resume_file_are_names() -> None:
+    config = read_graph_parallel({"graph_parallel": {"group_size": 2, "mode": "ALL_TO_ALL", "partition": "SPATIAL"}})
+    assert (config.mode, config.partition) == ("all_to_all", "spatial")
+
+
 def test_comm_free_micro_batches_fall_into_parts_and_count_as_several() -> None:
     """`pnorm` depends on what else is in a batch."""
     norm = {"experts": 4, "moe_expert_coefficient_norm": "pnorm"}

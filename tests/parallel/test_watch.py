@@ -20,7 +20,7 @@ from fairchem_janus.parallel import watch as module
 from fairchem_janus.parallel.watch import FailureWatch
 
 TIMEOUT = 20.0
-"""Seconds for every rank to be gone; the bound promised to users is 30, with grace periods of 5 to 12 of them."""
+"""Seconds for every rank to be gone; the bound promised to users is 30, with grace periods of 5 to 25 of them."""
 
 RANK = textwrap.dedent(
     """
@@ -30,7 +30,7 @@ RANK = textwrap.dedent(
     import torch.distributed as dist
     from fairchem_janus.parallel import watch
 
-    watch.GRACE_SECONDS, watch.SIGTERM_GRACE_SECONDS = 1.0, 1.0
+    watch.GRACE_SECONDS, watch.SIGNAL_GRACE_SECONDS = 1.0, 1.0
     signal.signal(signal.SIGTERM, lambda *_: print("handled", flush=True))  # as fairchem's, served between bytecodes
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     guard = watch.FailureWatch.of_world()
@@ -103,6 +103,11 @@ def test_sigterm_ends_a_rank_that_is_blocked(launch: Callable[..., list[subproce
     assert sleeping.poll() is None
 
 
+def test_under_slurm_a_signal_is_slurms_affair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    assert FailureWatch(1, dist.HashStore())._ending_signals == set()
+
+
 # ---------------------------------------------------------------- in one process
 
 
@@ -144,6 +149,22 @@ def test_a_rank_that_ends_by_itself_within_the_grace_period_is_left_alone(
     store.set(module._KEY, "1|ValueError: elsewhere")
     time.sleep(0.1)
     guard.stop()
+    assert exits == []
+
+
+def test_a_signal_to_a_loaders_worker_is_not_its_ranks(exits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SIGNAL_GRACE_SECONDS", 0.05)
+    previous = signal.signal(signal.SIGTERM, lambda *_: None)
+    guard = FailureWatch(0, dist.HashStore())
+    guard.start()
+    worker = os.fork()
+    if worker == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(worker, 0)
+    time.sleep(0.3)
+    guard.stop()
+    signal.signal(signal.SIGTERM, previous)
     assert exits == []
 
 

@@ -6,8 +6,10 @@ graph [M], limit per bin) and is never exceeded.
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Sequence
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,10 @@ TOLERANCE = 0.002
 MAX_WORK = 2_000_000
 """Pairs of graphs that one `refine` looks at before it stops, about 0.1 s. 32 bins of 16 graphs take a tenth of it;
 with thousands of bins only the heaviest get their turn."""
+
+
+FEW = 12
+"""Graphs up to which a bin may exchange two at once: with more of them, one at a time comes as near."""
 
 
 def min_load(
@@ -57,17 +63,17 @@ def min_load(
 
 
 def refine(costs: NDArray, bins: list[list[int]], budgets: Budgets = ()) -> list[list[int]]:
-    """Even the loads out by moving one graph, or swapping two, between a heavier and a lighter bin.
+    """Even the loads out by exchanging graphs between a heavier and a lighter bin: one or two for none, one or two.
 
     `min_load` ends well if small graphs come last; with few graphs per bin and no small ones (crystals of 54 and 64
-    atoms), it leaves gaps that one swap closes. Every swap lowers the sum of squared loads, so this ends, and no load
-    rises above the largest. No bin is emptied.
+    atoms), it leaves gaps that an exchange closes. Every exchange lowers the sum of squared loads, so this ends, and no
+    load rises above the largest. No bin is emptied.
     """
     sets = [np.array(graphs, dtype=np.int64) for graphs in bins]
     loads = np.array([costs[graphs].sum() for graphs in sets], dtype=float)
-    needs = np.array([measure for measure, _ in budgets])
-    used = np.array([[measure[graphs].sum() for graphs in sets] for measure, _ in budgets])
-    limits = np.array([limit for _, limit in budgets])
+    measures = [measure for measure, _ in budgets]
+    used = np.array([[measure[graphs].sum() for graphs in sets] for measure in measures])
+    limits = [limit for _, limit in budgets]
     smallest_gap = TOLERANCE * loads.mean()
     work, improved = MAX_WORK, True
     while improved:
@@ -78,28 +84,46 @@ def refine(costs: NDArray, bins: list[list[int]], budgets: Budgets = ()) -> list
                 gap = loads[high] - loads[low]
                 if gap <= smallest_gap:
                     break
-                if (work := work - len(sets[high]) * (len(sets[low]) + 1) - 500) < 0:
-                    return [graphs.tolist() for graphs in sets]
-                # what moves from high to low if graph i of high goes for graph j of low; the last j is "for nothing"
-                moved = costs[sets[high]][:, None] - np.append(costs[sets[low]], 0)[None, :]
-                off = np.abs(moved - gap / 2)
-                if len(sets[high]) == 1:
-                    off[:, -1] = np.inf
-                for need, limit, use in zip(needs, limits, used, strict=True):
-                    change = need[sets[high]][:, None] - np.append(need[sets[low]], 0)[None, :]
-                    off[(use[low] + change > limit) | (use[high] - change > limit)] = np.inf
-                i, j = divmod(int(np.argmin(off)), off.shape[1])
-                if not off[i, j] < gap / 2 - smallest_gap / 4:
-                    continue
-                gone, come = sets[high][i], sets[low][j : j + 1]
-                sets[high] = np.append(np.delete(sets[high], i), come)
-                sets[low] = np.append(np.delete(sets[low], slice(j, j + 1)), gone)
-                for index in (high, low):
-                    loads[index] = costs[sets[index]].sum()
-                    for row, need in enumerate(needs):
-                        used[row, index] = need[sets[index]].sum()
-                improved = True
+                for most in (1, 2) if max(len(sets[high]), len(sets[low])) <= FEW else (1,):
+                    leaving, coming = (_choices(len(sets[index]), most) for index in (high, low))
+                    if (work := work - len(leaving) * len(coming) - 500) < 0:
+                        return [graphs.tolist() for graphs in sets]
+                    # what moves from high to low for each choice of graphs of either
+                    moved = _net(costs, sets[high], leaving, sets[low], coming)
+                    off = np.abs(moved - gap / 2)
+                    kept = len(sets[high]) - leaving.sum(1)[:, None] + coming.sum(1)[None, :]
+                    off[kept < 1] = np.inf
+                    for measure, limit, use in zip(measures, limits, used, strict=True):
+                        change = _net(measure, sets[high], leaving, sets[low], coming)
+                        off[(use[low] + change > limit) | (use[high] - change > limit)] = np.inf
+                    i, j = divmod(int(np.argmin(off)), off.shape[1])
+                    if not off[i, j] < gap / 2 - smallest_gap / 4:
+                        continue
+                    gone, come = sets[high][leaving[i]], sets[low][coming[j]]
+                    sets[high] = np.append(sets[high][~leaving[i]], come)
+                    sets[low] = np.append(sets[low][~coming[j]], gone)
+                    for index in (high, low):
+                        loads[index] = costs[sets[index]].sum()
+                        for row, measure in enumerate(measures):
+                            used[row, index] = measure[sets[index]].sum()
+                    improved = True
+                    break
     return [graphs.tolist() for graphs in sets]
+
+
+@functools.cache
+def _choices(size: int, most: int) -> NDArray:
+    """All ways to take up to `most` of `size` graphs, as masks [choices, size]; taking none comes first."""
+    taken = [chosen for count in range(most + 1) for chosen in combinations(range(size), count)]
+    masks = np.zeros((len(taken), size), dtype=bool)
+    for mask, chosen in zip(masks, taken, strict=True):
+        mask[list(chosen)] = True
+    return masks
+
+
+def _net(values: NDArray, high: NDArray, leaving: NDArray, low: NDArray, coming: NDArray) -> NDArray:
+    """Sum of `values` of what leaves `high` less that of what comes from `low`, for each pair of choices."""
+    return (leaving @ values[high])[:, None] - (coming @ values[low])[None, :]
 
 
 def greedy(order: list[int], budgets: Budgets) -> list[list[int]]:

@@ -121,6 +121,9 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         if ema_decay is not None:
             self.ema_model = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema_decay))
 
+        # callbacks written for fairchem look behind DDP; past torch's registration, which would see a cycle
+        object.__setattr__(model, "module", model)
+
         autocast_dtype = torch.bfloat16 if bf16 else None
         skip = janus.on_nan == "skip"
         engine: dict[str, Any] = {"autocast_dtype": autocast_dtype, "skip_non_finite": skip}

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 INCOMPLETE = ".incomplete"
 REPLACED = ".replaced"
+METADATA = ".metadata"
 
 
 def save_checkpoint(unit: JanusTrainEvalUnit, location: str) -> bool:
@@ -50,10 +51,7 @@ def save_checkpoint(unit: JanusTrainEvalUnit, location: str) -> bool:
     try:
         _on_first_rank(lambda: _begin(partial, config))
         dcp.save({"unit_state": unit.state_dict(), "config": config}, storage_writer=CheckpointWriter(partial))
-        if first:
-            if unit.save_inference_ckpt:
-                _try_to_export(partial)
-            _publish(partial, location)
+        _on_first_rank(lambda: _finish(partial, location, export=unit.save_inference_ckpt))
     except (OSError, CheckpointException) as error:  # the latter is a BaseException, which no handler would see
         failures = _failures(error)
         if not all(map(disk_is_full, failures.values())):
@@ -89,6 +87,12 @@ def _begin(partial: str, config: DictConfig) -> None:
     OmegaConf.save(config, os.path.join(partial, UNIT_RESUME_CONFIG))
 
 
+def _finish(partial: str, location: str, *, export: bool) -> None:
+    if export:
+        _try_to_export(partial)
+    _publish(partial, location)
+
+
 def _try_to_export(partial: str) -> None:
     """Add the inference checkpoint; the training checkpoint is good without it."""
     path = os.path.join(partial, UNIT_INFERENCE_CHECKPOINT)
@@ -105,8 +109,17 @@ def _try_to_export(partial: str) -> None:
 
 
 def _publish(partial: str, location: str) -> None:
-    """Rename into place. At no time is there less than one complete checkpoint of this name, or of the old one's."""
+    """Rename into place. At no time is there less than one complete checkpoint of this name, or of the old one's.
+
+    A folder that holds folders of others (`checkpoints` itself, say) is not replaced but added to, `.metadata` last,
+    without which nothing takes it for a checkpoint.
+    """
     replaced = location + REPLACED
+    if os.path.isdir(location) and any(entry.is_dir() for entry in os.scandir(location)):
+        for name in sorted(os.listdir(partial), key=lambda name: name == METADATA):
+            os.replace(os.path.join(partial, name), os.path.join(location, name))
+        shutil.rmtree(os.path.dirname(partial), ignore_errors=True)
+        return
     if os.path.isdir(location):
         shutil.rmtree(replaced, ignore_errors=True)
         os.rename(location, replaced)

@@ -13,9 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-BEFORE_ANY_STEP = {"step": 0.0, "mu_product": 1.0}
-"""What torch's optimizers count, and where the counts start; `mu_product` is NAdam's."""
-
 Names = Mapping[nn.Parameter, str]
 
 
@@ -79,8 +76,8 @@ def _fill_state(optimizer: torch.optim.Optimizer) -> None:
     """Give state to trainable parameters that have none, as torch does before it saves or loads any: a step of zero
     gradients and zero learning rate on them alone. Plain fairchem asks a checkpoint for the state of all of them.
 
-    Unlike torch, do not count it: Adam's bias correction would be one step ahead from then on, and a run that saves
-    before its first step would train otherwise than one that does not."""
+    torch counts that step, and so do we: fairchem's `TrainCheckpointCallback` saves before the first step, which puts
+    Adam's bias correction one step ahead for the whole run, here as there."""
     bare = [
         parameter
         for group in optimizer.param_groups
@@ -99,10 +96,6 @@ def _fill_state(optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = torch.zeros_like(parameter)
     # the class's, not the instance's: the learning-rate scheduler counts calls of the latter
     type(optimizer).step(optimizer)
-    for parameter in bare:
-        for name, value in BEFORE_ANY_STEP.items():
-            if isinstance(count := optimizer.state[parameter].get(name), torch.Tensor):
-                count.fill_(value)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,86 @@
+"""What code around fairchem's training does with a runner: save anywhere, load into a runner that has run, look inside.
+
+The flows are those of fairchem's own tests of its runner; only the runner and the unit are others.
+"""
+
+from __future__ import annotations
+
+import os
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fairchem.core.components.train.train_runner import get_most_recent_viable_checkpoint_path
+from fairchem.core.launchers.slurm_launch import _set_seeds
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from fairchem_janus.parallel.launch import run_on_ranks
+from tests.integration.test_edge_cases import plain
+from tests.integration.variants import adopt, make_variant
+
+
+def build(config: DictConfig, *, seed: int) -> Any:
+    os.makedirs(config.job.metadata.log_dir, exist_ok=True)
+    OmegaConf.save(config, config.job.metadata.config_path)
+    _set_seeds(seed)
+    runner = instantiate(config.runner)
+    runner.job_config = config.job
+    return runner
+
+
+def weights(runner: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in runner.train_eval_unit.state_dict()["model"].items()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def save_and_load(config: DictConfig, loss: float) -> None:
+    """On each rank."""
+    runner = build(config, seed=0)
+    runner.run()
+    unit = runner.train_eval_unit
+    assert unit.last_loss == pytest.approx(loss, rel=1e-4)
+    assert unit.train_progress.num_steps_completed == config.runner.max_steps
+    folder = config.job.metadata.checkpoint_dir
+    before = weights(runner)
+    final = sorted(os.listdir(os.path.join(folder, "final")))
+    runner.save_state(folder)  # not below the folder of checkpoints, but into it
+    assert sorted(os.listdir(os.path.join(folder, "final"))) == final
+    assert {".metadata", "inference_ckpt.pt", "resume.yaml"} <= set(os.listdir(folder))
+    assert get_most_recent_viable_checkpoint_path(folder) is not None
+
+    other_config = deepcopy(config)
+    other_config.job.metadata.checkpoint_dir = folder + "-other"
+    other = build(other_config, seed=999)
+    other.run()
+    assert not equal(weights(other), before)
+    other.load_state(folder)
+    if other.train_eval_unit.lazy_state_location is not None:
+        other.train_eval_unit._execute_load_state(folder)
+    assert equal(weights(other), before)
+    assert other.train_eval_unit.model.module.backbone.max_neighbors == 300
+
+
+def last_loss(config: DictConfig) -> float:
+    runner = build(config, seed=0)
+    runner.run()
+    return float(runner.train_eval_unit.last_loss)
+
+
+@pytest.mark.parametrize("P", [1, 2])
+def test_train_save_and_load(fake_job: list[str], tmp_path: Path, P: int) -> None:
+    """The loss after three steps is the one that plain fairchem has for the same batches."""
+    settings = ["steps=3", "checkpoint_every=100", "max_atoms=60"]
+    config = make_variant("mole-efs", fake_job, *adopt(P=P, N=1), *settings)
+    for part in (config.job, config.runner.train_eval_unit.job_config):
+        part.run_dir = str(tmp_path)
+    config.job.metadata.checkpoint_dir = str(tmp_path / "checkpoints")
+    reference = plain(config)
+    reference.job.metadata.checkpoint_dir = str(tmp_path / "plain")
+    (loss,) = run_on_ranks(last_loss, reference, world_size=1, timeout_seconds=120.0)
+    run_on_ranks(save_and_load, config, loss, world_size=P, timeout_seconds=200.0)

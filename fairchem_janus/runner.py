@@ -21,6 +21,7 @@ import inspect
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ from fairchem_janus.interrupt import StopOnSignal, link_last_checkpoint
 from fairchem_janus.model.checks import ModelSettings, check_edges_given, check_model, read_model_settings
 from fairchem_janus.model.frugal import only_blocks
 from fairchem_janus.model.partition import partition_blocks
-from fairchem_janus.parallel.graph import FairchemGroups, GraphParallel, read_graph_parallel, switched_off
+from fairchem_janus.parallel.graph import GraphParallel, fairchem_groups, read_graph_parallel, switched_off
 from fairchem_janus.parallel.topology import Grid, Topology
 from fairchem_janus.parallel.watch import FailureWatch
 from fairchem_janus.planning import starting_schedule
@@ -70,11 +71,11 @@ class JanusRunner(TrainEvalRunner):
     def __init__(self, *, janus: Mapping[str, Any] | None = None, **children: Any) -> None:
         self.watch = FailureWatch.of_world()
         self.watch.start()
-        self.fairchem_groups: FairchemGroups | None = None
+        self._groups = ExitStack()
         try:
             self._build(janus, children)
         except Exception as error:
-            self._restore_groups()
+            self._groups.close()
             self.watch.report(error)
             raise
 
@@ -94,8 +95,7 @@ class JanusRunner(TrainEvalRunner):
         graph = None
         if topology.grid_groups is not None:
             graph = GraphParallel(topology.gp_group, read_graph_parallel(job))
-            self.fairchem_groups = FairchemGroups(*topology.grid_groups, graph.config)
-            self.fairchem_groups.install()
+            self._groups.enter_context(fairchem_groups(*topology.grid_groups, graph.config))
         num_micro_batches = config.num_micro_batches
         assert num_micro_batches is not None
 
@@ -158,7 +158,7 @@ class JanusRunner(TrainEvalRunner):
             self.watch.stop()
             raise
         finally:
-            self._restore_groups()
+            self._groups.close()
         self.watch.stop()
 
     def _add_callbacks(self) -> None:
@@ -174,12 +174,8 @@ class JanusRunner(TrainEvalRunner):
 
     def close(self) -> None:
         """End a run that was not started with `run`: nothing of it stays in this process."""
-        self._restore_groups()
+        self._groups.close()
         self.watch.stop()
-
-    def _restore_groups(self) -> None:
-        if self.fairchem_groups is not None:
-            self.fairchem_groups.restore()
 
     def _report_end(self) -> None:
         unit = self.train_eval_unit

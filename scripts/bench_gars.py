@@ -38,6 +38,7 @@ sys.path.insert(0, str(ROOT))
 from fairchem.core.launchers.slurm_launch import _set_seeds  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
+from fairchem_janus.bench.figures import replay  # noqa: E402
 from fairchem_janus.data.balance import balance  # noqa: E402
 from fairchem_janus.data.edges import EdgeCounts  # noqa: E402
 from fairchem_janus.data.frames import load_sizes  # noqa: E402
@@ -46,7 +47,7 @@ from fairchem_janus.data.gars_sampler import GARSBatchSampler  # noqa: E402
 from fairchem_janus.data.stats import data_stats, write_metadata  # noqa: E402
 from fairchem_janus.parallel.launch import run_on_ranks  # noqa: E402
 from fairchem_janus.runner import JanusRunner  # noqa: E402
-from fairchem_janus.schedule import Action, Costs, dependencies, make_schedule, simulate  # noqa: E402
+from fairchem_janus.schedule import Action, Costs, Schedule, make_schedule, simulate  # noqa: E402
 from tests.integration.variants import adopt, stock_config  # noqa: E402
 from tests.jobs.prepare import prepare_real  # noqa: E402
 
@@ -119,18 +120,12 @@ def measure(config: DictConfig, *, graphs_per_step: int, pairs: int, steps: int)
     }
 
 
-def replay(ranks: list[Spans]) -> float:
-    """Time of a step whose actions take these times: each as soon as its rank is free and its inputs are there."""
+def replayed_seconds(ranks: list[Spans]) -> float:
+    """Time of a step whose actions take these times, each as soon as its rank and its inputs are there."""
+    rows = tuple(tuple(action for action, _ in rank) for rank in ranks)
+    num_micro_batches = len({action.micro_batch for row in rows for action in row})
     times = {action: seconds for rank in ranks for action, seconds in rank}
-    ends: dict[Action, float] = {}
-    free, waiting = [0.0] * len(ranks), [[action for action, _ in rank] for rank in ranks]
-    while any(waiting):
-        for rank, queue in enumerate(waiting):
-            while queue and all(needed in ends for needed in dependencies(queue[0], len(ranks))):
-                action = queue.pop(0)
-                inputs = [ends[needed] for needed in dependencies(action, len(ranks))]
-                ends[action] = free[rank] = max([free[rank], *inputs]) + times[action]
-    return max(free)
+    return replay(Schedule(len(ranks), num_micro_batches, rows), times)
 
 
 def epoch_of(sampler: GARSBatchSampler, epoch: int) -> list[Any]:
@@ -232,7 +227,7 @@ def summary(found: list[dict[str, Any]], options: argparse.Namespace) -> dict[st
     graphs = options.graphs_per_step * options.steps
     replayed = {
         name: [
-            sum(replay(list(step)) for step in zip(*pair, strict=True))
+            sum(replayed_seconds(list(step)) for step in zip(*pair, strict=True))
             for pair in zip(*(rank["actions"][name] for rank in found), strict=True)
         ]
         for name in METHODS

@@ -26,12 +26,13 @@ import statistics
 import sys
 import tempfile
 import time
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_gars import job
+from bench_gars import epoch_of, job
 from fairchem.core.launchers.slurm_launch import _set_seeds
 from omegaconf import DictConfig, open_dict
 
@@ -42,7 +43,6 @@ from fairchem_janus.parallel.graph import DIST, GraphParallel
 from fairchem_janus.parallel.launch import run_on_ranks
 from fairchem_janus.runner import JanusRunner
 from fairchem_janus.verify.compare import compare
-from fairchem_janus.verify.janus_side import steps_of
 from fairchem_janus.verify.run import pipeline_trace, reference_trace
 
 G = 2
@@ -74,7 +74,8 @@ def measure(config: DictConfig, pairs: int) -> dict[str, Any]:
     unit.load_scheduler(1000)
     unit.model.train()
     unit.reporter.active = False
-    plans = list(steps_of(Plans(loader.batch_sampler), pairs + 1))
+    epochs = (epoch_of(loader.batch_sampler, epoch) for epoch in count())
+    plans = list(islice(chain.from_iterable(epochs), pairs + 1))
     found: dict[str, list[tuple[float, HaloReport]]] = {kind: [] for kind in KINDS}
     for pair, plan in enumerate(plans):
         for kind in KINDS[:: 1 if pair % 2 else -1]:
@@ -106,16 +107,6 @@ def seconds_to_move(graph: GraphParallel, number: int, num_bytes: int, *, channe
         gather_rows(x, [rows] * G, graph.ranks)
         times.append(time.perf_counter() - started)
     return number * statistics.median(times)
-
-
-class Plans:
-    """A loader of plans instead of batches."""
-
-    def __init__(self, batch_sampler: Any) -> None:
-        self.batch_sampler = batch_sampler
-
-    def __iter__(self) -> Any:
-        return iter(self.batch_sampler)
 
 
 def cost_of_two_parts(unit: Any, loader: Any, plan: list[MicroBatchPlan], repeats: int = 5) -> float:

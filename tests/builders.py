@@ -18,10 +18,9 @@ from ase import Atoms
 from fairchem.core.datasets.atomic_data import AtomicData
 from fairchem.core.datasets.base_dataset import BaseDataset
 from fairchem.core.models.base import HydraModel
-from fairchem.core.modules.loss import DDPMTLoss, L2NormLoss, MAELoss, PerAtomMAELoss
-from fairchem.core.modules.normalization.normalizer import Normalizer
-from fairchem.core.units.mlip_unit.mlip_unit import OutputSpec, Task, compute_loss, mt_collater_adapter
+from fairchem.core.units.mlip_unit.mlip_unit import Task, compute_loss, mt_collater_adapter
 
+from fairchem_janus.bench.workload import make_tasks
 from fairchem_janus.engine.context import MicroBatch
 from fairchem_janus.engine.gate import GateResult, pass_gate
 from fairchem_janus.engine.gradients import GradientBuffer
@@ -100,21 +99,8 @@ def tiny_model(*, freeze_backbone: bool = False, **settings: Any) -> HydraModel:
 
 def tiny_tasks() -> list[Task]:
     """Energy and forces of both data sets, stress of `omat`, with fairchem's losses."""
-    kinds = {"energy": ("system", [1], PerAtomMAELoss), "forces": ("atom", [3], L2NormLoss)}
-    kinds_of = {"omat": kinds | {"stress": ("system", [1, 9], MAELoss)}, "omol": kinds}
-    return [
-        Task(
-            name=f"{dataset}_{kind}",
-            level=level,
-            property=kind,
-            out_spec=OutputSpec(dim=dim, dtype="float64"),
-            normalizer=Normalizer(mean=0.0, rmsd=1.0),
-            datasets=[dataset],
-            loss_fn=DDPMTLoss(loss()),
-        )
-        for dataset in DATASETS
-        for kind, (level, dim, loss) in kinds_of[dataset].items()
-    ]
+    both = ("energy", "forces")
+    return make_tasks({"omat": (*both, "stress"), "omol": both}, dtype="float64")
 
 
 def tiny_graph(num_atoms: int, *, seed: int, dataset: str = "omat") -> AtomicData:

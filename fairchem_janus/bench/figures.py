@@ -16,10 +16,10 @@ from fairchem_janus.schedule import (
     Costs,
     Phase,
     Schedule,
-    dependencies,
     make_schedule,
     simulate,
 )
+from fairchem_janus.schedule.dataflow import executable_order
 
 BASELINES = ("1f1b_2nd", "1f1b_2nd_contiguous", "hanayo_2nd")
 UNSPLIT = "unsplit"
@@ -149,18 +149,9 @@ def replay(schedule: Schedule, seconds: Mapping[Action, float]) -> float:
     What is left of a measured step once messages and other processes are taken out of it.
     """
     ends: dict[Action, float] = {}
-    position = [0] * len(schedule.rows)
     free = [0.0] * len(schedule.rows)
-    while len(ends) < sum(map(len, schedule.rows)):
-        for row, actions in enumerate(schedule.rows):
-            while position[row] < len(actions):
-                action = actions[position[row]]
-                needed = dependencies(action, schedule.num_stages)
-                if not all(a in ends for a in needed):
-                    break
-                free[row] = max([free[row], *(ends[a] for a in needed)]) + seconds[action]
-                ends[action] = free[row]
-                position[row] += 1
+    for row, action, needed in executable_order(schedule):
+        ends[action] = free[row] = max([free[row], *(ends[a] for a in needed)]) + seconds[action]
     return max(free)
 
 

@@ -8,6 +8,7 @@ Nothing here depends on what a model has learned, so weights and labels are rand
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,21 +84,32 @@ UMA_M = Size(blocks=10, lmax=4)
 """1.4 G parameters with 32 experts."""
 
 
-def make_tasks() -> list[Task]:
-    """Energy, forces and stress of one data set, with fairchem's losses."""
-    kinds = {"energy": ("system", [1], PerAtomMAELoss), "forces": ("atom", [3], L2NormLoss)}
-    kinds["stress"] = ("system", [1, 9], MAELoss)
+_KINDS = {
+    "energy": ("system", [1], PerAtomMAELoss),
+    "forces": ("atom", [3], L2NormLoss),
+    "stress": ("system", [1, 9], MAELoss),
+}
+
+
+def make_tasks(kinds_of: Mapping[str, Iterable[str]] | None = None, *, dtype: str = "float32") -> list[Task]:
+    """Tasks with fairchem's losses.
+
+    Args:
+        kinds_of: data set -> what it has labels of; default: energy, forces and stress of one data set.
+        dtype: of the predictions.
+    """
     return [
         Task(
-            name=f"{DATASET}_{kind}",
-            level=level,
+            name=f"{dataset}_{kind}",
+            level=_KINDS[kind][0],
             property=kind,
-            out_spec=OutputSpec(dim=dim, dtype="float32"),
+            out_spec=OutputSpec(dim=_KINDS[kind][1], dtype=dtype),
             normalizer=Normalizer(mean=0.0, rmsd=1.0),
-            datasets=[DATASET],
-            loss_fn=DDPMTLoss(loss()),
+            datasets=[dataset],
+            loss_fn=DDPMTLoss(_KINDS[kind][2]()),
         )
-        for kind, (level, dim, loss) in kinds.items()
+        for dataset, kinds in (kinds_of or {DATASET: _KINDS}).items()
+        for kind in kinds
     ]
 
 

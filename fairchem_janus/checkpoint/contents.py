@@ -13,6 +13,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+METADATA = ".metadata"
+"""The file that makes a folder a checkpoint: DCP writes it last, and fairchem looks for it."""
+
 Shapes = dict[str, tuple[int, ...] | None]
 """Key -> shape of a tensor, None for anything else."""
 
@@ -23,7 +26,7 @@ def read_contents(location: str) -> Shapes:
     Raises:
         ValueError: there is no complete checkpoint.
     """
-    if not (Path(location) / ".metadata").is_file():
+    if not (Path(location) / METADATA).is_file():
         raise ValueError(
             f"job.runner_state_path: {location} is no complete checkpoint (it has no .metadata file). Give a folder "
             "such as RUN/checkpoints/step_100, or null for the latest one of the run"

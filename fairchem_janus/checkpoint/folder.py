@@ -25,6 +25,7 @@ from fairchem.core.units.mlip_unit.mlip_unit import UNIT_INFERENCE_CHECKPOINT, U
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.checkpoint.api import CheckpointException
 
+from fairchem_janus.checkpoint.contents import METADATA
 from fairchem_janus.checkpoint.disk import CheckpointWriter, disk_is_full
 from fairchem_janus.checkpoint.export import write_inference_checkpoint
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 INCOMPLETE = ".incomplete"
 REPLACED = ".replaced"
-METADATA = ".metadata"
 
 
 def save_checkpoint(unit: JanusTrainEvalUnit, location: str) -> bool:

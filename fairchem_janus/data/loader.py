@@ -24,12 +24,7 @@ from fairchem_janus.data.sampler import MicroBatchPlan, MicroBatchSampler, repli
 from fairchem_janus.parallel.graph import COMM_FREE, DIST
 from fairchem_janus.parallel.topology import Grid
 
-
-class GPRank(NamedTuple):
-    """A graph-parallel rank: `g` of `G`."""
-
-    G: int = 1
-    g: int = 0
+ALONE = Grid(D=1, P=1, G=1, rank=0)
 
 
 class LoadedMicroBatch(NamedTuple):
@@ -45,13 +40,13 @@ class MicroBatchDataset(Dataset[LoadedMicroBatch]):
 
     Args:
         sizes: atoms of every graph as the metadata have them, to compare with; None: do not.
-        gp: of the graphs of a comm-free micro-batch, only those of this rank are loaded.
+        grid: of the graphs of a comm-free micro-batch, only those of its rank are loaded.
     """
 
-    def __init__(self, dataset: Any, sizes: NDArray | None = None, gp: GPRank = GPRank()) -> None:  # noqa: B008
+    def __init__(self, dataset: Any, sizes: NDArray | None = None, grid: Grid = ALONE) -> None:
         self.dataset = dataset
         self.sizes = sizes
-        self.gp = gp
+        self.grid = grid
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -63,8 +58,8 @@ class MicroBatchDataset(Dataset[LoadedMicroBatch]):
             ValueError: a graph is of another size than its metadata say: packing and budgets relied on that.
         """
         plan = micro_batch if isinstance(micro_batch, MicroBatchPlan) else MicroBatchPlan(tuple(micro_batch))
-        if plan.tag == COMM_FREE and self.gp.G > 1:
-            own = tuple(plan.graphs[position] for position in plan.local_bins[self.gp.g])
+        if plan.tag == COMM_FREE and self.grid.G > 1:
+            own = tuple(plan.graphs[position] for position in plan.local_bins[self.grid.g])
             plan = MicroBatchPlan(own, COMM_FREE)
         samples = [self.dataset[index] for index in plan.graphs]
         names = [graph_id(self.dataset, index) for index in plan.graphs]
@@ -113,9 +108,9 @@ class MicroBatchCollater:
     it without naming it. One with only some of them is an error.
     """
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any], gp: GPRank = GPRank()) -> None:  # noqa: B008
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], grid: Grid = ALONE) -> None:
         self.collate_fn = collate_fn
-        self.gp = gp
+        self.grid = grid
         self.tasks: Mapping[str, Any] | None = getattr(collate_fn, "dataset_task_map", None)
 
     def __call__(self, micro_batches: list[LoadedMicroBatch]) -> StepItem:
@@ -125,7 +120,7 @@ class MicroBatchCollater:
             labelled = [self._has_labels(*named) for named in zip(loaded.names, loaded.samples, strict=True)]
             item.unlabelled += [name for name, known in zip(loaded.names, labelled, strict=True) if not known]
             kept = [position for position, known in enumerate(labelled) if known]
-            if self.gp.G == 1:
+            if self.grid.G == 1:
                 if kept:
                     item.append(self._collate(loaded, kept))
             else:
@@ -137,10 +132,10 @@ class MicroBatchCollater:
         if loaded.plan.tag == COMM_FREE:
             item.append(self._collate(loaded, kept, COMM_FREE) if kept else None)
         elif kept:
-            if sum(loaded.samples[position]["pos"].shape[0] for position in kept) >= self.gp.G:
+            if sum(loaded.samples[position]["pos"].shape[0] for position in kept) >= self.grid.G:
                 item.append(self._collate(loaded, kept, DIST))
             else:
-                kept = kept[self.gp.g :: self.gp.G]
+                kept = kept[self.grid.g :: self.grid.G]
                 item.append(self._collate(loaded, kept, COMM_FREE) if kept else None)
 
     def _has_labels(self, name: str, sample: Any) -> bool:
@@ -275,11 +270,11 @@ def build_dataloader(
         report = run_folder / f"left_out_{name}.csv"
         report_left_out(dataset, batches, oversize=oversize, report=report, write=grid.rank == 0)
         sampler, sizes = MicroBatchSampler(batches, num_micro_batches), None
-    num_workers, gp = parts["num_workers"], GPRank(grid.G, grid.g)
+    num_workers = parts["num_workers"]
     return StepLoader(
-        MicroBatchDataset(dataset, sizes, gp),
+        MicroBatchDataset(dataset, sizes, grid),
         batch_sampler=sampler,
-        collate_fn=MicroBatchCollater(parts["collate_fn"], gp),
+        collate_fn=MicroBatchCollater(parts["collate_fn"], grid),
         num_workers=num_workers,
         prefetch_factor=prefetch_steps if num_workers else None,
         persistent_workers=num_workers > 0,

@@ -23,7 +23,7 @@ from fairchem_janus.data.cost import fit_cost
 from fairchem_janus.engine.link import measure_link
 from fairchem_janus.engine.messages import message_specs
 from fairchem_janus.engine.runtime import Runtime
-from fairchem_janus.parallel.marks import Mark, mark, seconds
+from fairchem_janus.parallel.marks import Mark, seconds
 from fairchem_janus.parallel.topology import Topology
 from fairchem_janus.schedule import TRAINING_PHASES, Costs, Phase, Schedule
 
@@ -188,15 +188,15 @@ class StepProfiler:
 
     def start(self) -> None:
         """The next step is measured, and those after it."""
-        stage, device = self.runtime.stage, self.topology.device
-        self.runtime.timeline.measure_memory = True
+        timeline, stage = self.runtime.timeline, self.runtime.stage
+        timeline.measure_memory = True
         began: list[Mark] = []
         for index in stage.blocks:
             block = stage.model.backbone.blocks[index]
             self._hooks += [
-                block.register_forward_pre_hook(lambda *_: began.append(mark(device))),
+                block.register_forward_pre_hook(lambda *_: began.append(timeline.mark())),
                 block.register_forward_hook(
-                    lambda *_: self._block_marks.append((began.pop(), mark(device)))  # None: the output stays
+                    lambda *_: self._block_marks.append((began.pop(), timeline.mark()))  # None: the output stays
                 ),
             ]
 

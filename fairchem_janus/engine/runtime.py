@@ -172,7 +172,7 @@ class Runtime:
     def _pass_gate(self, index: int, data: Any, message: list[torch.Tensor], result: StepResult) -> None:
         if (halo := data.get("halo", None)) is not None:
             halo.meter.label = "gate", index
-            message[:] = halo.sum(message)
+            message = halo.sum(message)
         speaks = self.topology.grid.speaks_for(data)
         try:
             with self._autocast():

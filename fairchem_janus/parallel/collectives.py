@@ -26,6 +26,8 @@ import torch.distributed as dist
 
 from fairchem_janus.parallel.marks import Mark, mark, seconds
 
+LinearFunction = Callable[[torch.Tensor], torch.Tensor]
+
 
 class Exchange(NamedTuple):
     """One collective on this rank: what it ran for, the bytes this rank sent to others, and when."""
@@ -96,19 +98,40 @@ def gather_rows(x: torch.Tensor, sizes: Sequence[int], group: GraphGroup) -> tor
         x: this rank's rows [sizes[rank], ...].
         sizes: number of rows of every rank.
     """
-    return _Gather.apply(x, tuple(sizes), group)
+    own = [sizes[group.rank]] * group.size
+
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        everywhere = x.expand(group.size, *x.shape).reshape(-1, *x.shape[1:])
+        return _all_to_all(everywhere, own, sizes, group)
+
+    def sum_own(x: torch.Tensor) -> torch.Tensor:
+        parts = _all_to_all(x, sizes, own, group)
+        return parts.view(group.size, own[0], *x.shape[1:]).sum(0)
+
+    return _Linear.apply(x, gather, sum_own)
 
 
 def exchange_rows(
     x: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], group: GraphGroup
 ) -> torch.Tensor:
     """Send consecutive rows of `x` to each rank, `send_splits` of them; returns those received, in rank order."""
-    return _Exchange.apply(x, tuple(send_splits), tuple(receive_splits), group)
+    return _Linear.apply(
+        x,
+        lambda x: _all_to_all(x, send_splits, receive_splits, group),
+        lambda x: _all_to_all(x, receive_splits, send_splits, group),
+    )
 
 
 def sum_over_ranks(x: torch.Tensor, group: GraphGroup) -> torch.Tensor:
     """The sum of every rank's `x`; each rank uses it by itself, so its gradient is summed as well."""
-    return _Sum.apply(x, group)
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        result = x.contiguous().clone()
+        num_bytes = 2 * (group.size - 1) * result.numel() * result.element_size() // group.size  # of a ring
+        group.run(lambda: dist.all_reduce(result, group=group.group), result, num_bytes)
+        return result
+
+    return _Linear.apply(x, total, total)
 
 
 def _all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: GraphGroup) -> torch.Tensor:
@@ -122,65 +145,15 @@ def _all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], gr
     return out
 
 
-class _Exchange(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
+    """A linear function and its adjoint, each the other's derivative; what is undefined stays undefined."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], group: GraphGroup) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, function: LinearFunction, adjoint: LinearFunction) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        return _all_to_all(x, send, receive, group)
+        ctx.function, ctx.adjoint = function, adjoint
+        return function(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        if grad is None:
-            return None, None, None, None
-        return _Exchange.apply(grad, ctx.receive, ctx.send, ctx.group), None, None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sizes: tuple[int, ...], group: GraphGroup) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.sizes, ctx.group = sizes, group
-        everywhere = x.expand(group.size, *x.shape).reshape(-1, *x.shape[1:])
-        return _all_to_all(everywhere, [x.shape[0]] * group.size, sizes, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        if grad is None:
-            return None, None, None
-        return _SumOwn.apply(grad, ctx.sizes, ctx.group), None, None
-
-
-class _SumOwn(torch.autograd.Function):
-    """Rows summed over the ranks, this rank's part of them: the adjoint of `_Gather`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sizes: tuple[int, ...], group: GraphGroup) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.sizes, ctx.group = sizes, group
-        own = sizes[group.rank]
-        parts = _all_to_all(x, sizes, [own] * group.size, group)
-        return parts.view(group.size, own, *x.shape[1:]).sum(0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        if grad is None:
-            return None, None, None
-        return _Gather.apply(grad, ctx.sizes, ctx.group), None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: GraphGroup) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.group = group
-        total = x.contiguous().clone()
-        num_bytes = 2 * (group.size - 1) * total.numel() * total.element_size() // group.size  # of a ring
-        group.run(lambda: dist.all_reduce(total, group=group.group), total, num_bytes)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        if grad is None:
-            return None, None
-        return _Sum.apply(grad, ctx.group), None
+        return None if grad is None else _Linear.apply(grad, ctx.adjoint, ctx.function), None, None

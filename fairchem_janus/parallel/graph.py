@@ -136,26 +136,17 @@ def _attributes(values: list[tuple[Any, str, Any]]) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-class FairchemGroups:
+@contextmanager
+def fairchem_groups(gp_group: Any, dp_group: Any, config: GraphParallelConfig) -> Iterator[None]:
     """fairchem's module-level groups, made right for three dimensions during a run.
 
     fairchem's launcher makes them as (data, graph) over the whole world, so that the stages of a pipeline would count
-    as replicas. What asks `gp_utils` during a run (callbacks, losses of others) gets this run's groups; `restore` puts
-    back what was there, so that the launcher can clean up what it made.
+    as replicas. What asks `gp_utils` during a run (callbacks, losses of others) gets this run's groups; afterwards what
+    was there is put back, so that the launcher can clean up what it made.
     """
-
-    def __init__(self, gp_group: Any, dp_group: Any, config: GraphParallelConfig) -> None:
-        self._values = {"_GRAPH_PARALLEL_GROUP": gp_group, "_DATA_PARALLEL_GROUP": dp_group, "_GP_CONFIG": config}
-        self._before: dict[str, Any] | None = None
-
-    def install(self) -> None:
-        self._before = {name: getattr(gp_utils, name) for name in self._values}
-        vars(gp_utils).update(self._values)
-
-    def restore(self) -> None:
-        if self._before is not None:
-            vars(gp_utils).update(self._before)
-            self._before = None
+    values = {"_GRAPH_PARALLEL_GROUP": gp_group, "_DATA_PARALLEL_GROUP": dp_group, "_GP_CONFIG": config}
+    with _attributes([(gp_utils, name, value) for name, value in values.items()]):
+        yield
 
 
 def read_graph_parallel(job: Mapping[str, Any]) -> GraphParallelConfig:

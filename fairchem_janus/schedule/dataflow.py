@@ -21,6 +21,7 @@ has FE and FF alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -82,6 +83,25 @@ def messages(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:
             for message in outgoing.get(producer, ()):
                 links.setdefault((message.source, message.target), []).append(message)
     return {link: tuple(sent) for link, sent in sorted(links.items())}
+
+
+def executable_order(schedule: Schedule) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
+    """Yield (row, action, what it needs) of every action, each after those it needs and those before it in its row.
+
+    For a schedule that can run (`validate`).
+    """
+    done: set[Action] = set()
+    position = [0] * len(schedule.rows)
+    while len(done) < sum(map(len, schedule.rows)):
+        for row, actions in enumerate(schedule.rows):
+            while position[row] < len(actions):
+                action = actions[position[row]]
+                needed = dependencies(action, schedule.num_stages)
+                if not done.issuperset(needed):
+                    break
+                yield row, action, needed
+                done.add(action)
+                position[row] += 1
 
 
 def inbound(schedule: Schedule, row: int) -> dict[int, tuple[Message, ...]]:

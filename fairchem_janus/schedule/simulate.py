@@ -20,7 +20,7 @@ from fairchem_janus.schedule.action import Action, Schedule
 from fairchem_janus.schedule.bound import lower_bound
 from fairchem_janus.schedule.clock import NO_CAPS, Caps, RankClock, works_of
 from fairchem_janus.schedule.costs import Costs
-from fairchem_janus.schedule.dataflow import dependencies, messages
+from fairchem_janus.schedule.dataflow import executable_order, messages
 from fairchem_janus.schedule.validate import validate
 
 
@@ -101,25 +101,18 @@ def _execute(
     arrivals: dict[tuple[Action, Action], float] = {}
     spans: dict[Action, tuple[float, float]] = {}
     causes: dict[Action, Action | None] = {}
-    position = [0] * len(schedule.rows)
-    while len(spans) < sum(map(len, schedule.rows)):
-        for row, actions in enumerate(schedule.rows):
-            while position[row] < len(actions):
-                action = actions[position[row]]
-                needed = dependencies(action, schedule.num_stages)
-                if not all(a in spans for a in needed):
-                    break
-                arrived = [(arrivals.get((a, action), spans[a][1]), a) for a in needed]
-                arrival, awaited = max(arrived, key=lambda pair: pair[0], default=(0.0, None))
-                previous = actions[position[row] - 1] if position[row] else None
-                start = clocks[row].run(works[action], arrival)
-                spans[action] = (start, clocks[row].free)
-                causes[action] = awaited if start == arrival and awaited is not None else previous
-                position[row] += 1
-                for link, consumer in consumers[action]:
-                    sending = max(clocks[row].free, link_free[link])
-                    link_free[link] = sending + costs.transfer_time(action.phase, action.micro_batch)
-                    arrivals[action, consumer] = link_free[link] + costs.link_latency
+    previous: dict[int, Action] = {}
+    for row, action, needed in executable_order(schedule):
+        arrived = [(arrivals.get((a, action), spans[a][1]), a) for a in needed]
+        arrival, awaited = max(arrived, key=lambda pair: pair[0], default=(0.0, None))
+        start = clocks[row].run(works[action], arrival)
+        spans[action] = (start, clocks[row].free)
+        causes[action] = awaited if start == arrival and awaited is not None else previous.get(row)
+        previous[row] = action
+        for link, consumer in consumers[action]:
+            sending = max(clocks[row].free, link_free[link])
+            link_free[link] = sending + costs.transfer_time(action.phase, action.micro_batch)
+            arrivals[action, consumer] = link_free[link] + costs.link_latency
     return clocks, spans, causes
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import Any
 
 import torch
 from fairchem.core.components.train.train_runner import get_most_recent_viable_checkpoint_path
-from fairchem.core.launchers.slurm_launch import _set_deterministic_mode, _set_seeds
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from fairchem.core.launchers.slurm_launch import _set_deterministic_mode
+from omegaconf import DictConfig
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -20,6 +18,7 @@ from torchtnt.framework.callback import Callback
 
 from fairchem_janus.parallel.launch import run_on_ranks
 from fairchem_janus.verify.trace import snapshot_parameters
+from tests.integration.train import start
 from tests.integration.variants import make_variant
 
 
@@ -69,16 +68,12 @@ def _run_all(configs: list[DictConfig]) -> list[Resumed]:
 
 def run_job(config: DictConfig) -> Resumed:
     """On one rank, as fairchem's launcher does it."""
-    os.makedirs(config.job.metadata.log_dir, exist_ok=True)
-    OmegaConf.save(config, config.job.metadata.config_path)
-    _set_seeds(config.job.seed)
     _set_deterministic_mode()
     result = Resumed()
     result.resumed_from = config.job.runner_state_path or get_most_recent_viable_checkpoint_path(
         config.job.metadata.checkpoint_dir
     )
-    runner = instantiate(config.runner)
-    runner.job_config = config.job
+    runner = start(config, seed=config.job.seed)
     runner.load_state(config.job.runner_state_path)
     runner.callbacks = [*runner.callbacks, result]  # appending to a ListConfig would copy it
     runner.run()

@@ -13,22 +13,12 @@ from typing import Any
 import pytest
 import torch
 from fairchem.core.components.train.train_runner import get_most_recent_viable_checkpoint_path
-from fairchem.core.launchers.slurm_launch import _set_seeds
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from fairchem_janus.parallel.launch import run_on_ranks
 from tests.integration.test_edge_cases import plain
+from tests.integration.train import start
 from tests.integration.variants import adopt, make_variant
-
-
-def build(config: DictConfig, *, seed: int) -> Any:
-    os.makedirs(config.job.metadata.log_dir, exist_ok=True)
-    OmegaConf.save(config, config.job.metadata.config_path)
-    _set_seeds(seed)
-    runner = instantiate(config.runner)
-    runner.job_config = config.job
-    return runner
 
 
 def weights(runner: Any) -> dict[str, torch.Tensor]:
@@ -41,7 +31,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def save_and_load(config: DictConfig, loss: float) -> None:
     """On each rank."""
-    runner = build(config, seed=0)
+    runner = start(config, seed=0)
     runner.run()
     unit = runner.train_eval_unit
     assert unit.last_loss == pytest.approx(loss, rel=1e-4)
@@ -56,7 +46,7 @@ def save_and_load(config: DictConfig, loss: float) -> None:
 
     other_config = deepcopy(config)
     other_config.job.metadata.checkpoint_dir = folder + "-other"
-    other = build(other_config, seed=999)
+    other = start(other_config, seed=999)
     other.run()
     assert not equal(weights(other), before)
     other.load_state(folder)
@@ -67,7 +57,7 @@ def save_and_load(config: DictConfig, loss: float) -> None:
 
 
 def last_loss(config: DictConfig) -> float:
-    runner = build(config, seed=0)
+    runner = start(config, seed=0)
     runner.run()
     return float(runner.train_eval_unit.last_loss)
 

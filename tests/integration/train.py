@@ -34,6 +34,16 @@ def _train_rank(config: DictConfig) -> dict[str, Any]:
     return snapshot_parameters(runner.train_eval_unit.model)
 
 
+def start(config: DictConfig, *, seed: int) -> Any:
+    """A job's runner on one rank, made as fairchem's launcher makes it."""
+    os.makedirs(config.job.metadata.log_dir, exist_ok=True)
+    OmegaConf.save(config, config.job.metadata.config_path)
+    _set_seeds(seed)
+    runner = instantiate(config.runner)
+    runner.job_config = config.job
+    return runner
+
+
 def metrics(config: DictConfig) -> list[dict[str, Any]]:
     """What the run wrote to its `metrics.jsonl`."""
     path = Path(config.job.run_dir) / config.job.timestamp_id / "metrics.jsonl"

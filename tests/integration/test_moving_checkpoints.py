@@ -24,6 +24,8 @@ SIZES: dict[str, tuple[int, list[str]]] = {
     "P2-N1": (2, adopt(P=2, N=1)),
     "D2-N1": (2, adopt(P=1, D=2, N=1)),
     "G2-N2": (2, [*adopt(P=1, N=2), "++job.graph_parallel.group_size=2", "++job.scheduler.ranks_per_node=2"]),
+    "P2-D2-N1": (4, adopt(P=2, D=2, N=1)),
+    "P2-G2-N2": (4, [*adopt(P=2, N=2), "++job.graph_parallel.group_size=2", "++job.scheduler.ranks_per_node=4"]),
     "P2-unfolded": (2, [*adopt(P=2, N=2), "+runner.janus.schedule=1f1b_2nd"]),
     "P2-gars": (2, [*adopt(P=2, N=2), "+runner.janus.gars.graphs_per_step=6"]),
     "D2-gars": (2, [*adopt(P=1, D=2, N=2), "+runner.janus.gars.graphs_per_step=6"]),
@@ -31,7 +33,7 @@ SIZES: dict[str, tuple[int, list[str]]] = {
 """World size and overrides. A global batch is one of the stock sampler's for `plain` and `P2-N1`, 6 graphs for GARS,
 and two batches of the sampler otherwise."""
 
-FRESH = ("P1-N2", "plain", "P2-N2", "P2-N1", "plain-ddp", "G2-N2", "P2-gars")
+FRESH = ("P1-N2", "plain", "P2-N2", "P2-N1", "plain-ddp", "G2-N2", "P2-gars", "P2-D2-N1", "P2-G2-N2")
 
 MOVES = [
     ("P1-N2", "P2-N2"),
@@ -44,6 +46,16 @@ MOVES = [
     ("plain", "P2-N1"),
     ("P2-N1", "plain"),
     ("plain-ddp", "P2-N2"),
+    *(
+        FOUR_RANKS := [
+            ("P2-N2", "P2-G2-N2"),
+            ("P2-G2-N2", "P2-D2-N1"),
+            ("P2-D2-N1", "P2-G2-N2"),
+            ("P2-G2-N2", "plain-ddp"),
+            ("plain-ddp", "P2-D2-N1"),
+            ("P2-D2-N1", "P1-N2"),
+        ]
+    ),
 ]
 
 RELOADS = [
@@ -54,10 +66,11 @@ RELOADS = [
     ("P2-N2", "D2-N1"),
     ("G2-N2", "P2-N2"),
     ("P2-N2", "P2-unfolded"),
+    ("P2-G2-N2", "P2-D2-N1"),
 ]
 """Resumed, and saved again without a step."""
 
-LONG = [("P2-N2", "P1-N2"), ("G2-N2", "P1-N2"), ("P2-N2", "P2-unfolded"), ("plain-ddp", "P2-N2")]
+LONG = [("P2-N2", "P1-N2"), ("G2-N2", "P1-N2"), ("P2-N2", "P2-unfolded"), ("plain-ddp", "P2-N2"), *FOUR_RANKS]
 """Left to the long suite."""
 
 LONG_RELOADS = [pair for pair in RELOADS if pair not in (("P1-N2", "P2-N2"), ("P2-N1", "plain"))]
@@ -110,12 +123,17 @@ def configs(
 
 @pytest.fixture(scope="module")
 def runs(configs: dict[str, DictConfig]) -> Runs:
-    """What became of them: three groups of ranks, each after those whose checkpoints it needs."""
-    size = {name: SIZES[name.replace("=", ">").rpartition(">")[2]][0] for name in configs}
-    alone = {name: config for name, config in configs.items() if size[name] == 1 and name in FRESH}
-    pairs = {name: config for name, config in configs.items() if size[name] == 2}
-    later = {name: config for name, config in configs.items() if size[name] == 1 and name not in FRESH}
-    return run_all(alone, world_size=1) | run_all(pairs, world_size=2) | run_all(later, world_size=1)
+    """What became of them: first those that start anew, then those that need their checkpoints."""
+    results: Runs = {}
+    for fresh in (True, False):
+        for world_size in (1, 2, 4):
+            jobs = {
+                name: config
+                for name, config in configs.items()
+                if (name in FRESH) == fresh and SIZES[name.replace("=", ">").rpartition(">")[2]][0] == world_size
+            }
+            results |= run_all(jobs, world_size=world_size) if jobs else {}
+    return results
 
 
 def losses(runs: Runs, name: str) -> dict[int, float]:

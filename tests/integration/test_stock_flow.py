@@ -5,20 +5,26 @@ The flows are those of fairchem's own tests of its runner; only the runner and t
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fairchem.core._cli import main
+from fairchem.core.common import distutils, gp_utils
 from fairchem.core.components.train.train_runner import get_most_recent_viable_checkpoint_path
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from fairchem_janus.parallel.launch import run_on_ranks
 from tests.integration.test_edge_cases import plain
 from tests.integration.train import start
 from tests.integration.variants import adopt, make_variant
+from tests.jobs.prepare import STOCK_JOB
 
 
 def weights(runner: Any) -> dict[str, torch.Tensor]:
@@ -74,3 +80,40 @@ def test_train_save_and_load(fake_job: list[str], tmp_path: Path, P: int) -> Non
     reference.job.metadata.checkpoint_dir = str(tmp_path / "plain")
     (loss,) = run_on_ranks(last_loss, reference, world_size=1, timeout_seconds=120.0)
     run_on_ranks(save_and_load, config, loss, world_size=P, timeout_seconds=200.0)
+
+
+def fairchem(*arguments: str) -> dict[str, Any]:
+    """The command in this process, again and again; returns how the training ended."""
+    if gp_utils.initialized():
+        gp_utils.cleanup_gp()
+    distutils.cleanup()
+    GlobalHydra.instance().clear()
+    sys.argv[1:] = ["-c", *arguments]
+    main()
+    return json.loads(Path("end.json").read_text())
+
+
+def train_and_resume(data: list[str], folder: Path) -> None:
+    """On one rank: jobs by plain fairchem, by janus, and by janus from its own checkpoints as they stand."""
+    os.chdir(folder)
+    save = "{_target_: tests.jobs.callbacks.SaveAt, steps: [2, 3, 4], checkpoint_every_n_steps: ${checkpoint_every}}"
+    end = "{_target_: tests.jobs.callbacks.WriteEnd, path: end.json}"
+    few = [
+        "+dataset.omat_train.splits.train.sample_n=5",
+        "+dataset.omol_train.splits.train.sample_n=9",
+        "max_atoms=140",
+    ]
+    common = [str(STOCK_JOB), *data, *few, f"job.run_dir={folder}", f"runner.callbacks=[{save}, {end}]"]
+    jobs = [("by_epochs", ["epochs=2", "steps=null"], (2, 3)), ("by_steps", ["epochs=null", "steps=5"], (4,))]
+    for name, limits, resumed in jobs:
+        expected = fairchem(*common, *limits, f"+job.timestamp_id={name}_plain")
+        ours = fairchem(*common, *limits, *adopt(P=1, N=1), f"+job.timestamp_id={name}")
+        assert ours == {**expected, "loss": pytest.approx(expected["loss"], rel=1e-4)}
+        assert ours["steps_per_epoch"] == 3, "one checkpoint shall be within an epoch, one between two"
+        assert ours["steps"] == {"by_epochs": 6, "by_steps": 5}[name]
+        for step in resumed:
+            assert fairchem(f"{folder}/{name}/checkpoints/step_{step}/resume.yaml") == ours
+
+
+def test_train_and_resume_by_epochs_and_by_steps(fake_job: list[str], tmp_path: Path) -> None:
+    run_on_ranks(train_and_resume, fake_job, tmp_path, world_size=1, timeout_seconds=200.0)

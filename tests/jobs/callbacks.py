@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from pathlib import Path
 
 from fairchem.core.common.distutils import get_rank
 from fairchem.core.components.callbacks import StopBeforeTimeoutCallback, TrainCheckpointCallback
@@ -48,6 +50,23 @@ class SaveAt(TrainCheckpointCallback):
         if step in self.steps:
             save, folder = self._checkpoint_hooks()
             save(os.path.join(folder, f"step_{step}"))
+
+
+class WriteEnd(Callback):
+    """Writes how the training ended to a file of JSON: last loss, completed steps and epochs, steps of an epoch."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    def on_train_end(self, state: object, unit: object) -> None:
+        progress = unit.train_progress  # type: ignore[attr-defined]
+        end = {
+            "loss": float(unit.last_loss),  # type: ignore[attr-defined]
+            "steps": progress.num_steps_completed,
+            "epochs": progress.num_epochs_completed,
+            "steps_per_epoch": len(state.train_state.dataloader),  # type: ignore[attr-defined]
+        }
+        self.path.write_text(json.dumps(end))
 
 
 class StopWithSkewedClocks(StopBeforeTimeoutCallback):

@@ -26,12 +26,18 @@ def results(
     """Show loss, throughput, bubble and memory of runs, and the settings in which they differ.
 
     Takes the run folders of sweeps, of shell loops over `fairchem -c JOB.yaml key=value`, and of plain fairchem jobs.
+
+    Columns: the run and the settings that differ; status; step, steps done; loss, the mean over the last tenth of the
+    reported steps; val loss, of the last evaluation; s/step, atoms/s and bubble, medians over the steps; memory GiB,
+    the peak of the worst rank. A dash is what is not known, or a setting left at null.
     """
     from fairchem_janus.results.folder import find_runs
     from fairchem_janus.results.summary import summarize
     from fairchem_janus.results.table import json_rows, show, write_csv
 
     try:
+        if csv_file is not None and not csv_file.parent.is_dir():
+            raise ValueError(f"--csv {csv_file}: no such folder")
         runs = [summarize(folder) for folder in find_runs(folders)]
         if csv_file is not None:
             write_csv(runs, csv_file)
@@ -42,6 +48,8 @@ def results(
         typer.echo(json.dumps(json_rows(runs), indent=1))
     else:
         show(runs, table_console())
+    if csv_file is not None:
+        typer.echo(f"written to {csv_file}", err=as_json)  # JSON has stdout to itself
 
 
 def table_console() -> Console:

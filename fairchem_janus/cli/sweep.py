@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ def sweep(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Hydra overrides; with several values (a,b or range(1,4)) they vary.")
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Runs at a time; they share this machine's devices.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time; they share this machine's devices.")] = 1,
     sweep_dir: Annotated[
         Path | None, typer.Option(help="Folder for the run folders; default sweeps/NAME_OF_THE_JOB_FILE.")
     ] = None,
@@ -29,7 +30,12 @@ def sweep(
     Run again, it leaves finished runs alone, resumes interrupted ones from their last checkpoint, and starts failed
     ones again. Ctrl-C ends all. Exits with 1 if a run did not finish, with 2 if nothing was started, and with 130
     after Ctrl-C.
+
+    The table has this command's runs. Columns: the overrides that vary; status; step, steps done; loss, the mean over
+    the last tenth of the reported steps; val loss, of the last evaluation; s/step, atoms/s and bubble, medians over
+    the steps; memory GiB, the peak of the worst rank.
     """
+    logging.disable(logging.INFO)
     from rich.console import Console
     from rich.markup import escape
 
@@ -39,29 +45,32 @@ def sweep(
     from fairchem_janus.sweep import launch
     from fairchem_janus.sweep.expand import Member, expand
 
+    folder = sweep_dir or Path("sweeps") / config.stem
+    console = Console(soft_wrap=True, highlight=False)
+
+    def report(member: Member, what: str) -> None:
+        place = f"{members.index(member) + 1}/{len(members)}"
+        console.print(f"{place} {escape(str(member))}: {escape(what)}")
+
     try:
         if not config.is_file():
             raise ValueError(f"{config}: no such job file")
-        if jobs < 1:
-            raise ValueError(f"--jobs must be at least 1, got {jobs}")
         members = expand(overrides or [])
-        command = launch.fairchem_command()
+        variants = launch.Sweep(config, members, folder, launch.fairchem_command(), report)
+        refused = variants.refused()
+        if len(refused) == len(members):
+            raise ValueError(refused[members[0]])
+        launch.make_folder(folder)
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
-    folder = sweep_dir or Path("sweeps") / config.stem
-    console = Console(soft_wrap=True, highlight=False)
-    numbers = {member.digest: index for index, member in enumerate(members, 1)}
-
-    def report(member: Member, what: str) -> None:
-        console.print(f"{numbers[member.digest]}/{len(members)} {escape(str(member))}: {escape(what)}")
-
-    completed = launch.Sweep(config, members, folder, command, report).run(jobs)
+    completed = variants.run(jobs, refused=refused)
     runs = [summarize(run) for run in (member.folder_in(folder) for member in members) if run.is_dir()]
     if runs:
         show(runs, table_console())
         write_csv(runs, folder / "results.csv")
-        console.print(f"written to {folder / 'results.csv'}")
+        where = f"written to {folder / 'results.csv'}; fairchem-janus results {folder} shows all runs of the folder"
+        console.print(where, markup=False)
     if not completed:
         raise typer.Exit(130)
     if any(run.status not in launch.STAYS for run in runs):

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fairchem_janus.results.checkpoints import latest_checkpoint, num_steps
 from fairchem_janus.results.folder import (
     FINAL_CHECKPOINT,
     STATE_FILE,
     CanonicalConfig,
+    End,
     is_locked,
     read_end,
     read_records,
@@ -38,7 +40,7 @@ class RunSummary:
     Attributes:
         folder: the run folder.
         status: `finished`, `unfinished`, or what a sweep noted (`failed`, ...).
-        step: optimizer steps done, as far as reported.
+        step: optimizer steps done, as far as reported; without any report, those of the last checkpoint.
         loss: training loss, mean over the last tenth of the reported steps.
         val_loss: of the last evaluation.
         seconds_per_step, atoms_per_second, samples_per_second, bubble: medians over the reported steps without the
@@ -73,13 +75,12 @@ def summarize(folder: Path) -> RunSummary:
     noted = _sweep_notes(folder)
     steps = _latest_attempts(records)
     evaluations = [record["eval"] for record in records if "eval" in record]
-    done = end.step if end else (steps[-1]["step"] + 1 if steps else None)
     metrics = evaluations[-1] if evaluations else {}
     overrides = noted.get("overrides")
     return RunSummary(
         folder=folder,
         status=_status(folder, completed=end.completed if end else None, noted=noted.get("status"), records=records),
-        step=done,
+        step=_steps_done(folder, end, steps),
         loss=_mean([record["loss"] for record in steps[-max(1, len(steps) // LOSS_SHARE) :]]),
         val_loss=metrics.get("val/loss"),
         **_medians(records),
@@ -89,6 +90,15 @@ def summarize(folder: Path) -> RunSummary:
         overrides=None if overrides is None else dict(_split(override) for override in overrides),
         config=flatten(config.values) if config else {},
     )
+
+
+def _steps_done(folder: Path, end: End | None, steps: Sequence[dict[str, Any]]) -> int | None:
+    if end is not None:
+        return end.step
+    if steps:
+        return steps[-1]["step"] + 1
+    checkpoint = latest_checkpoint(folder)
+    return None if checkpoint is None else num_steps(checkpoint)
 
 
 def _split(override: str) -> tuple[str, str]:

@@ -67,10 +67,9 @@ def rows(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
 
 
 def write_csv(runs: Sequence[RunSummary], file: Path) -> None:
-    """Write all columns; the folders that lead to `file` are made."""
+    """Write all columns."""
     table = rows(runs)
     columns = list(dict.fromkeys(column for row in table for column in row))
-    file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "w", newline="") as stream:
         writer = csv.DictWriter(stream, columns)
         writer.writeheader()
@@ -88,10 +87,10 @@ def json_rows(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
 def show(runs: Sequence[RunSummary], console: Console) -> None:
     """Print the table, the errors of failed runs, and what did not fit."""
     settings = settings_columns(runs)
-    shown = dict(list(settings.items())[:MOST_SETTINGS])
+    shown = {name: [_setting(value) for value in values] for name, values in list(settings.items())[:MOST_SETTINGS]}
     labels = run_names(runs)
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    distinct = shown and len({tuple(map(str, row)) for row in zip(*shown.values(), strict=True)}) == len(runs)
+    distinct = shown and len(set(zip(*shown.values(), strict=True))) == len(runs)
     by_settings = distinct and all(run.overrides is not None for run in runs)  # members of a sweep are their overrides
     if not by_settings:
         table.add_column("run", overflow="fold")
@@ -102,7 +101,7 @@ def show(runs: Sequence[RunSummary], console: Console) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     for index, run in enumerate(runs):
         cells = [] if by_settings else [escape(labels[index])]
-        cells += [escape(str(values[index])) if values[index] != MISSING else "-" for values in shown.values()]
+        cells += [escape(values[index]) for values in shown.values()]
         cells.append(f"[red]{run.status}[/]" if run.status == "failed" else run.status)
         cells += [_cell(getattr(run, name), form) for name, (_, form) in FIGURES.items()]
         table.add_row(*cells)
@@ -112,6 +111,11 @@ def show(runs: Sequence[RunSummary], console: Console) -> None:
             console.print(f"[red]{escape(name)}[/]: {escape(run.error)}", soft_wrap=True, highlight=False)
     if len(settings) > len(shown):
         console.print(f"{len(settings) - len(shown)} more settings differ; --csv and --json have them")
+
+
+def _setting(value: Any) -> str:
+    """A setting that a run does not have, or leaves at null, is a dash."""
+    return "-" if value is None or value == MISSING else str(value)
 
 
 def _cell(value: float | None, form: str) -> str:

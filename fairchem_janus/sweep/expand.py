@@ -64,31 +64,57 @@ def expand(overrides: Sequence[str]) -> list[Member]:
     """The members of a sweep, each once, the last override varying fastest.
 
     Raises:
-        ValueError: an override that Hydra cannot parse (with Hydra's message), a sweep without an end (`interval`), one
-            that needs the job's folders (`glob`), or a key that the sweep itself sets.
+        ValueError: an override that Hydra cannot parse (with Hydra's message), a sweep without an end (`interval`) or
+            without a value, one that needs the job's folders (`glob`), a key that is given twice, or one that the
+            sweep itself sets.
     """
     parsed = [_parse(text) for text in overrides]
+    _check_keys(parsed)
+    varies = [override.is_sweep_override() for override in parsed]
     members: dict[str, Member] = {}
-    for chosen in itertools.product(*(values for _, values in parsed)):
-        swept = tuple(text for text, (varies, _) in zip(chosen, parsed, strict=True) if varies)
-        member = Member(overrides=chosen, swept=swept)
+    for chosen in itertools.product(*map(_values, parsed)):
+        member = Member(overrides=chosen, swept=tuple(itertools.compress(chosen, varies)))
         members.setdefault(member.digest, member)
     return list(members.values())
 
 
-def _parse(text: str) -> tuple[bool, list[str]]:
-    """Whether an override is a sweep, and the overrides that it stands for."""
+def _parse(text: str) -> Override:
+    key, equal, value = text.partition("=")
+    if not equal and not text.startswith("~"):
+        raise ValueError(f"{text}: write {text}=VALUE")
+    if equal and not value.strip():
+        raise ValueError(f"{text} has no value; for an empty text write \"{key}=''\", with the quotes")
     try:
-        override: Override = OverridesParser.create().parse_override(text)
-        if override.key_or_group in OWN_KEYS:
-            raise ValueError(
-                f"{text}: a sweep gives every member its own {override.key_or_group}; choose the folder of the whole "
-                "sweep with --sweep-dir"
-            )
-        key = override.get_key_element()
-        if not override.is_sweep_override():
-            is_number = isinstance(override.value(), int | float)  # 1e-4 and 0.0001 are the same
-            return False, [f"{key}={override.get_value_element_as_str()}" if is_number else text]
-        return True, [f"{key}={value}" for value in override.sweep_string_iterator()]
+        return OverridesParser.create().parse_override(text)
     except HydraException as error:
         raise ValueError(f"{text}: {' '.join(str(error).split())}") from None
+
+
+def _check_keys(overrides: Sequence[Override]) -> None:
+    """Each key once; `k`, `+k` and `++k` are the same."""
+    keys = set()
+    for override in overrides:
+        if override.key_or_group in OWN_KEYS:
+            raise ValueError(
+                f"{override.input_line}: a sweep gives every member its own {override.key_or_group}; choose the folder "
+                "of the whole sweep with --sweep-dir"
+            )
+        key = override.get_key_element().lstrip("+")
+        if key in keys:
+            raise ValueError(f"{key} is given twice; write all of its values in one override: {key}=A,B")
+        keys.add(key)
+
+
+def _values(override: Override) -> list[str]:
+    """The overrides that one stands for: one for each of its values."""
+    text, key = override.input_line, override.get_key_element()
+    if not override.is_sweep_override():
+        is_number = isinstance(override.value(), int | float)  # 1e-4 and 0.0001 are the same
+        return [f"{key}={override.get_value_element_as_str()}" if is_number else text]
+    try:
+        values = [f"{key}={value}" for value in override.sweep_string_iterator()]
+    except HydraException as error:
+        raise ValueError(f"{text}: {' '.join(str(error).split())}") from None
+    if not values:
+        raise ValueError(f"{text} has no values")
+    return values

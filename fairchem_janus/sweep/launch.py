@@ -12,15 +12,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
+from fairchem_janus.results.checkpoints import latest_checkpoint, num_steps
 from fairchem_janus.results.folder import LOCK_FILE
+from fairchem_janus.sweep.compose import composition_error
 from fairchem_janus.sweep.expand import Member
 from fairchem_janus.sweep.state import CONSOLE_LOG, Before, State, Status, job_digest, judge, known_state
 
@@ -43,6 +46,20 @@ def fairchem_command() -> str:
     if found is None:
         raise ValueError(f"no fairchem command beside {sys.executable} or on PATH")
     return found
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a sweep.
+
+    Raises:
+        ValueError: it cannot be made, or nothing can be written in it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"no run folders can be made in {folder}: {error.strerror}") from None
 
 
 @dataclass(slots=True)
@@ -75,8 +92,13 @@ class Sweep:
     command: str
     report: Callable[[Member, str], None]
 
-    def run(self, jobs: int) -> bool:
-        """Run every member that has not finished, at most `jobs` at a time.
+    def refused(self) -> dict[Member, str]:
+        """The members whose configuration cannot be composed -> what fairchem says."""
+        errors = {member: composition_error(self.job_file, self._overrides(member)) for member in self.members}
+        return {member: error for member, error in errors.items() if error is not None}
+
+    def run(self, jobs: int, *, refused: Mapping[Member, str] | None = None) -> bool:
+        """Run every member that has not finished, at most `jobs` at a time; those that are `refused` fail unstarted.
 
         Returns whether all had their turn: False if SIGINT, SIGTERM or SIGHUP came. Then running members are asked to
         end, and killed when they take too long or the signal comes again.
@@ -87,7 +109,8 @@ class Sweep:
         with _signals_counted() as signals:
             while (waiting or running) and not signals:
                 while waiting and len(running) < jobs:
-                    started = self._start(waiting.pop(), digest)
+                    member = waiting.pop()
+                    started = self._start(member, digest, (refused or {}).get(member))
                     if started is not None:
                         running.append(started)
                 if running:
@@ -97,8 +120,8 @@ class Sweep:
                 self._stop(running, digest, signals)
             return not signals
 
-    def _start(self, member: Member, digest: str) -> _Running | None:
-        """Start a member, or report why not."""
+    def _start(self, member: Member, digest: str, error: str | None = None) -> _Running | None:
+        """Start a member, or report why not: `error`, for one."""
         folder = member.folder_in(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
         state = known_state(folder, member, digest)
@@ -113,9 +136,13 @@ class Sweep:
             except BlockingIOError:  # another sweep's, or one that outlived the sweep that started it
                 self.report(member, "left alone, another process runs it")
                 return None
-            before = Before.of(folder)
+            if error is not None:
+                State(Status.failed, list(member.overrides), digest, error).write(folder)
+                self.report(member, f"failed, not started: {error}")
+                return None
+            before, how = Before.of(folder), _how_it_starts(folder)
             State(Status.running, list(member.overrides), digest).write(folder)
-            arguments = [self.command, "-c", str(self.job_file), *member.overrides, *_own_overrides(folder)]
+            arguments = [self.command, "-c", str(self.job_file), *self._overrides(member)]
             log.write(f"$ {' '.join(arguments)}\n".encode())
             log.flush()
             process = subprocess.Popen(
@@ -126,8 +153,14 @@ class Sweep:
                 start_new_session=True,  # a Ctrl-C at the terminal reaches the sweep alone, which then ends its members
                 pass_fds=[lock.fileno()],  # so the lock is held for as long as the member lives
             )
-        self.report(member, f"started, {folder / CONSOLE_LOG}")
+        self.report(member, f"{how}, {folder / CONSOLE_LOG}")
         return _Running(member, folder, process, before)
+
+    def _overrides(self, member: Member) -> list[str]:
+        """Its own and those that say where its run folder is."""
+        folder = member.folder_in(self.folder)
+        values = {"job.run_dir": str(folder.parent.resolve()), "job.timestamp_id": folder.name}
+        return [*member.overrides, *(f"++{key}={quoted(value)}" for key, value in values.items())]
 
     def _ended(self, running: _Running, digest: str) -> bool:
         exit_status = running.process.poll()
@@ -155,9 +188,12 @@ class Sweep:
             self._ended(member, digest)
 
 
-def _own_overrides(folder: Path) -> list[str]:
-    values = {"job.run_dir": str(folder.parent.resolve()), "job.timestamp_id": folder.name}
-    return [f"++{key}={quoted(value)}" for key, value in values.items()]
+def _how_it_starts(folder: Path) -> str:
+    checkpoint = latest_checkpoint(folder)
+    if checkpoint is None:
+        return "started"
+    steps = num_steps(checkpoint)
+    return f"resumed from {checkpoint.name if steps is None else f'step {steps}'}"
 
 
 def quoted(text: str) -> str:

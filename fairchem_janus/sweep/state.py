@@ -144,12 +144,12 @@ def last_error(log: str, exit_status: int) -> str:
     for index, line in enumerate(lines):
         match = _ERROR.match(line.rstrip())
         if match and _NOT_THE_CAUSE not in line:
-            found = _shortened([match["text"], *_continued(lines[index + 1 :])])
+            found = shortened([match["text"], *_continued(lines[index + 1 :])])
     if found:
         return found
     how = f"signal {-exit_status}" if exit_status < 0 else f"exit status {exit_status}"
     last = next((line for line in reversed(lines) if line.strip()), "")
-    return _shortened([f"{how}; {last}" if last else how])
+    return shortened([f"{how}; {last}" if last else how])
 
 
 def _continued(lines: Iterable[str]) -> list[str]:
@@ -162,6 +162,7 @@ def _continued(lines: Iterable[str]) -> list[str]:
     return more
 
 
-def _shortened(lines: list[str]) -> str:
+def shortened(lines: list[str]) -> str:
+    """A message on one line, cut off where it is too long for a table."""
     text = " ".join(" ".join(lines).split())
     return text if len(text) <= LONGEST_ERROR else text[: LONGEST_ERROR - 3] + "..."

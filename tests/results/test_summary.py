@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.checkpoint as dcp
 from rich.console import Console
 
+from fairchem_janus.results.checkpoints import latest_checkpoint
 from fairchem_janus.results.folder import find_runs
 from fairchem_janus.results.summary import summarize
 from fairchem_janus.results.table import json_rows, show, write_csv
@@ -83,6 +86,26 @@ def test_plain_fairchem_runs_get_a_row_with_what_is_known(tmp_path: Path) -> Non
     assert summarize(running).status == "finished"
 
 
+def test_steps_without_a_report_are_those_of_the_last_complete_checkpoint(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", runner=STOCK)
+    for number, name in ((10, "step_10"), (15, "final")):
+        state = {"unit_state": {"progress": {"num_steps_completed": number}}}
+        dcp.save(state, checkpoint_id=run / "checkpoints" / name, no_dist=True)
+        os.utime(run / "checkpoints" / name, (number, number))
+    (run / "checkpoints" / "step_20").mkdir()  # torn off
+    assert latest_checkpoint(run) == run / "checkpoints" / "final"
+    assert summarize(run).step == 15
+
+
+def test_a_setting_left_at_null_is_a_dash(tmp_path: Path) -> None:
+    for index, wave_size in enumerate((None, 2)):
+        write_run(tmp_path / f"{index}", config={"janus": {"wave_size": wave_size}})
+    text = io.StringIO()
+    show([summarize(folder) for folder in find_runs([tmp_path])], Console(file=text, width=200))
+    assert "wave_size" in text.getvalue()
+    assert "None" not in text.getvalue()
+
+
 def test_runs_are_found_in_parent_folders_once(tmp_path: Path) -> None:
     a = write_run(tmp_path / "runs" / "a", step(0, 1.0))
     b = write_run(tmp_path / "runs" / "deep" / "b")
@@ -111,8 +134,8 @@ def test_the_table_has_the_settings_that_differ(tmp_path: Path) -> None:
         ("lr0.2", 0.2, 5.0, 1.5),
         ("stock", 0.1, None, None),
     ]
-    write_csv(runs, tmp_path / "new" / "table.csv")
-    written = list(csv.DictReader((tmp_path / "new" / "table.csv").read_text().splitlines()))
+    write_csv(runs, tmp_path / "table.csv")
+    written = list(csv.DictReader((tmp_path / "table.csv").read_text().splitlines()))
     assert [row["lr"] for row in written] == ["0.1", "0.2", "0.1"]
 
 

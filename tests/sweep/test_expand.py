@@ -36,7 +36,7 @@ def test_every_combination_is_a_member() -> None:
         ("group@package=x,y", ["group@package=x", "group@package=y"]),
         ("~k", ["~k"]),
         ("k=${other}", ["k=${other}"]),
-        ("k=", ["k="]),
+        ("k=''", ["k=''"]),
         ("k=0.10", ["k=0.1"]),
         ("k=1e-4", ["k=0.0001"]),
         ("lr=1e-4,1e-4", ["lr=0.0001"]),
@@ -56,7 +56,10 @@ def test_without_several_values_a_sweep_is_one_run() -> None:
     ("argument", "message"),
     [
         ("lr=[1,", "lr=[1,: "),
-        ("lr", "lr: "),
+        ("lr", "lr: write lr=VALUE"),
+        ("+lr", "+lr: write +lr=VALUE"),
+        ("lr=", "lr= has no value; for an empty text write \"lr=''\", with the quotes"),
+        ("lr=range(1,1)", "lr=range(1,1) has no values"),
         ("lr=interval(0,1)", "lr=interval(0,1): Can only enumerate CHOICE and RANGE sweeps"),
         ("backbone=glob(*)", "backbone=glob(*): ConfigLoader is not set"),
         ("job.run_dir=here", "job.run_dir=here: a sweep gives every member its own job.run_dir"),
@@ -68,6 +71,17 @@ def test_what_cannot_be_swept_is_an_error_of_one_line(argument: str, message: st
         expand([argument])
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments", [("k=1", "k=2"), ("k=1,2", "k=3,4"), ("k=1", "+k=2"), ("++k=1", "k=2")])
+def test_a_key_stands_once(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as caught:
+        expand(arguments)
+    assert str(caught.value) == "k is given twice; write all of its values in one override: k=A,B"
+
+
+def test_keys_that_look_alike_are_others() -> None:
+    assert len(expand(["k=1,2", "a.k=1,2", "group@a=x", "group@b=y", "~b.k"])) == 4
 
 
 def test_a_member_is_known_by_its_overrides_alone(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed.checkpoint as dcp
 
 from fairchem_janus.results.folder import LOCK_FILE
 from fairchem_janus.results.summary import summarize
@@ -75,6 +76,37 @@ def test_run_again_it_skips_what_is_finished_and_no_more(make_sweep: Callable) -
     again.run(jobs=1)
     assert starts(sweep) == [1, 1, 2, 2, 2, 1]
     assert said[0] == "finished before, left as it is"
+
+
+def test_a_refused_member_fails_without_being_started(make_sweep: Callable) -> None:
+    sweep, said = make_sweep("lr=1,2")
+    assert sweep.run(jobs=1, refused={sweep.members[0]: "Could not override 'lr'"})
+    assert states(sweep) == {"lr=1": "failed", "lr=2": "finished"}
+    assert starts(sweep) == [0, 1]
+    assert said[0] == "failed, not started: Could not override 'lr'"
+    assert summarize(sweep.members[0].folder_in(sweep.folder)).error == "Could not override 'lr'"
+
+
+def test_a_finished_member_stays_so_when_it_is_refused_later(make_sweep: Callable) -> None:
+    sweep, _ = make_sweep("lr=1")
+    sweep.run(jobs=1)
+    sweep.run(jobs=1, refused={sweep.members[0]: "no"})
+    assert states(sweep) == {"lr=1": "finished"}
+
+
+def test_it_says_from_which_step_a_member_goes_on(make_sweep: Callable) -> None:
+    sweep, said = make_sweep("do=half")
+    sweep.run(jobs=1)
+    checkpoint = sweep.members[0].folder_in(sweep.folder) / "checkpoints" / "preemption_state"
+    dcp.save({"unit_state": {"progress": {"num_steps_completed": 7}}}, checkpoint_id=checkpoint, no_dist=True)
+    sweep.run(jobs=1)
+    (checkpoint / ".metadata").write_text("torn")
+    sweep.run(jobs=1)
+    assert [text.partition(",")[0] for text in said[::2]] == [
+        "started",
+        "resumed from step 7",
+        "resumed from preemption_state",
+    ]
 
 
 def test_a_member_is_the_same_in_another_sweep_unless_an_override_differs(make_sweep: Callable) -> None:

@@ -56,7 +56,6 @@ class StepReporter:
         self.print_every = print_every
         self.task_names = [task.name for task in tasks]
         self.path = os.path.join(run_folder(job_config), "metrics.jsonl")
-        self.steps_per_epoch = 1
         self.total_steps: int | None = None
         self._last_time = self._started = time.perf_counter()
         self._atoms = self._graphs = self._steps = 0
@@ -65,17 +64,14 @@ class StepReporter:
         """Gives the seconds that steps waited for data since it was last called; the training loader's, set by the
         runner."""
 
-    def start(self, *, steps_done: int, steps_per_epoch: int, max_steps: int | None, max_epochs: int | None) -> None:
+    def start(self, *, steps_done: int, total_steps: int | None) -> None:
         """Call when training (re)starts."""
-        self.steps_per_epoch = max(1, steps_per_epoch)
-        limits = [max_steps, None if max_epochs is None else max_epochs * self.steps_per_epoch]
-        known = [limit for limit in limits if limit is not None]
-        self.total_steps = min(known) if known else None
+        self.total_steps = total_steps
         self._last_time = self._started = time.perf_counter()
         self._first_step = steps_done
 
-    def step(self, step: int, report: StepReport, *, lr: float) -> None:
-        """Report optimizer step number `step` (counted from 0)."""
+    def step(self, step: int, report: StepReport, *, lr: float, epoch: float) -> None:
+        """Report optimizer step number `step` (counted from 0), after `epoch` epochs."""
         if not self.active:
             return
         self._atoms += report.num_atoms
@@ -90,7 +86,7 @@ class StepReporter:
             "train/loss": report.loss,
             "train/lr": lr,
             "train/step": step,
-            "train/epoch": step / self.steps_per_epoch,
+            "train/epoch": epoch,
             "train/grad_norm": report.grad_norm,
             "train/samples_per_second(approx)": self._graphs / elapsed,
             "train/atoms_per_second(approx)": self._atoms / elapsed,

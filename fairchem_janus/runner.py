@@ -17,7 +17,6 @@ the children, in the order of the YAML, with fairchem's dataloader builder and `
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from collections.abc import Mapping
@@ -30,8 +29,7 @@ import torch
 from fairchem.core.common.distutils import get_device_for_local_rank, get_rank, get_world_size
 from fairchem.core.components.callbacks import StopBeforeTimeoutCallback
 from fairchem.core.components.train.train_runner import TrainEvalRunner
-from fairchem.core.units.mlip_unit.mlip_unit import MLIPTrainEvalUnit
-from hydra.utils import get_object, instantiate
+from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
@@ -42,7 +40,8 @@ from fairchem_janus.data.loader import build_dataloader
 from fairchem_janus.deadline import follow_first_rank
 from fairchem_janus.engine.held import stages_of_rows
 from fairchem_janus.interrupt import StopOnSignal, link_last_checkpoint
-from fairchem_janus.model.checks import ModelSettings, check_edges_given, check_model, read_model_settings
+from fairchem_janus.job import LOADERS, check_children, check_job, check_job_copy, is_local
+from fairchem_janus.model.checks import ModelSettings, check_edges_given, read_model_settings
 from fairchem_janus.model.frugal import only_blocks
 from fairchem_janus.model.partition import partition_blocks
 from fairchem_janus.parallel.graph import GraphParallel, fairchem_groups, read_graph_parallel, switched_off
@@ -52,9 +51,6 @@ from fairchem_janus.planning import starting_schedule
 from fairchem_janus.report import run_folder, worst_peak_gib
 from fairchem_janus.summary import describe_run, describe_stages
 from fairchem_janus.unit import JanusTrainEvalUnit
-
-LOADERS = ("train_dataloader", "eval_dataloader")
-_RUNNER_KEYS = tuple(name for name in inspect.signature(TrainEvalRunner.__init__).parameters if name != "self")
 
 
 class JanusRunner(TrainEvalRunner):
@@ -191,6 +187,16 @@ class JanusRunner(TrainEvalRunner):
     def _preemption_folder(self) -> str:
         return self.job_config.metadata.preemption_checkpoint_dir
 
+    def load_state(self, checkpoint_location: str | None) -> None:
+        """As in fairchem; its launcher calls this once it has set `job_config`, which is checked here."""
+        try:
+            check_job_copy(self.train_eval_unit.job_config, self.job_config)
+        except ValueError as error:
+            self._groups.close()
+            self.watch.report(error)
+            raise
+        super().load_state(checkpoint_location)
+
     def save_state(self, checkpoint_location: str, is_preemption: bool = False) -> bool:
         """As in fairchem: in the case of preemption, only a link to the last complete checkpoint is made."""
         if is_preemption:
@@ -216,76 +222,9 @@ class JanusRunner(TrainEvalRunner):
 _OWN_UNIT = {"_target_": f"{JanusTrainEvalUnit.__module__}.{JanusTrainEvalUnit.__qualname__}", "_partial_": True}
 
 
-def is_local(job: Mapping[str, Any]) -> bool:
-    """Whether the ranks of a job were started on this machine, by fairchem's command line."""
-    return str(job["scheduler"]["mode"]).lower().endswith("local")
-
-
 def _own_blocks(config: JanusConfig, settings: ModelSettings, grid: Grid) -> set[int]:
     """The blocks of the stages that this rank holds: one, or several under an unfolded schedule."""
     planned = starting_schedule(config)
     stages = {grid.p} if planned.is_folded else stages_of_rows(planned)[grid.p]
     ranges = partition_blocks(settings.num_blocks, grid.P, config.partition)
     return {block for stage in stages for block in ranges[stage]}
-
-
-def check_children(children: Mapping[str, Any]) -> None:
-    """Refuse arguments of the runner that are unknown, or that are not configuration.
-
-    Raises:
-        ValueError: see the texts.
-    """
-    for key in children:
-        if key not in _RUNNER_KEYS:
-            raise ValueError(f"unknown key runner.{key}; known keys: janus, {', '.join(_RUNNER_KEYS)}")
-    for key in (*LOADERS, "train_eval_unit"):
-        if not OmegaConf.is_config(children.get(key)):
-            raise ValueError(
-                f"runner.{key} must reach JanusRunner as configuration, not as an object: add _recursive_: false to "
-                "the runner (on the command line: +runner._recursive_=false)"
-            )
-    target = children["train_eval_unit"]["_target_"]
-    if get_object(target) is not MLIPTrainEvalUnit:
-        raise ValueError(
-            f"runner.train_eval_unit._target_ is {target}; janus replaces fairchem's MLIPTrainEvalUnit and knows no "
-            "other"
-        )
-
-
-def check_job(
-    job: Mapping[str, Any],
-    unit_config: Mapping[str, Any],
-    config: JanusConfig,
-    settings: ModelSettings | None,
-    *,
-    world_size: int,
-    rank: int,
-) -> Grid:
-    """Refuse jobs that cannot run, naming the key and the fix; returns the grid of ranks.
-
-    Args:
-        settings: None for a model that is not known yet, where its checkpoint is elsewhere; then it is not checked.
-
-    Raises:
-        ValueError: see the texts.
-    """
-    gp_size = read_graph_parallel(job).group_size
-    if str(unit_config.get("train_strategy", "ddp")).lower() == "fsdp":
-        raise ValueError(
-            "train_eval_unit.train_strategy=fsdp cannot be combined with a pipeline, which already divides the "
-            "parameters over ranks; remove it (or set it to ddp)"
-        )
-    grid = Grid.of(world_size=world_size, pipeline_size=config.pipeline_size, gp_size=gp_size, rank=rank)
-    assert config.num_micro_batches is not None
-    num_micro_batches = config.num_micro_batches * grid.D * grid.G  # comm-free ones fall into G parts
-    if config.gars is not None and (config.gars.max_atoms or config.gars.max_edges):
-        num_micro_batches = max(2, num_micro_batches)  # more than asked for, where the budget demands it
-    if settings is not None:
-        check_model(
-            settings,
-            pipeline_size=config.pipeline_size,
-            num_micro_batches_in_step=num_micro_batches,
-            partition=config.partition,
-        )
-    starting_schedule(config)
-    return grid

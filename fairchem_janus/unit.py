@@ -177,17 +177,15 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         self.step_size = StepSize.of(state.train_state.dataloader.batch_sampler, self.topology.grid.D)
         if self.lazy_state_location is not None:
             self._execute_load_state(self.lazy_state_location)
-        epoch = self.train_progress.num_epochs_completed
-        start_step = self.train_progress.num_steps_completed_in_epoch
+        progress = self.train_progress
+        epoch, start_step = progress.num_epochs_completed, progress.num_steps_completed_in_epoch
         set_sampler_state(state, epoch, start_step)
-        self._steps_before_epoch = self.train_progress.num_steps_completed - start_step
-        train_state = state.train_state
-        self.reporter.start(
-            steps_done=self.train_progress.num_steps_completed,
-            steps_per_epoch=len(train_state.dataloader),
-            max_steps=train_state.max_steps,
-            max_epochs=train_state.max_epochs,
-        )
+        self._steps_before_epoch = progress.num_steps_completed - start_step
+        max_steps, max_epochs = state.train_state.max_steps, state.train_state.max_epochs
+        limits = [] if max_steps is None else [max_steps]
+        if max_epochs is not None:
+            limits.append(self._steps_before_epoch + (max_epochs - epoch) * self.steps_per_epoch)
+        self.reporter.start(steps_done=progress.num_steps_completed, total_steps=min(limits, default=None))
 
     def get_next_train_batch(self, state: State, data_iter: Iterator[object]) -> Any:
         """As in torchtnt; the random state is followed, or put back, around it."""
@@ -220,7 +218,9 @@ class JanusTrainEvalUnit(MLIPTrainEvalUnit):
         if self.ema_model is not None:
             self.ema_model.update_parameters(self.model)
         self.gradients.zero()
-        self.reporter.step(step, report, lr=self.scheduler.get_last_lr()[0])
+        progress = self.train_progress
+        epoch = progress.num_epochs_completed + progress.num_steps_completed_in_epoch / max(1, self.steps_per_epoch)
+        self.reporter.step(step, report, lr=self.scheduler.get_last_lr()[0], epoch=epoch)
         self.scheduler.step()
 
     def compute_gradients(self, data: list[Any], step: int) -> StepReport:

@@ -17,7 +17,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -71,14 +71,26 @@ def save_checkpoint(unit: JanusTrainEvalUnit, location: str) -> bool:
 
 
 def resume_config(unit: JanusTrainEvalUnit, location: str) -> DictConfig:
-    """The job that goes on from `location`, as in fairchem's `MLIPTrainEvalUnit.save_state`."""
+    """The job that goes on from `location`, as in fairchem's `MLIPTrainEvalUnit.save_state`.
+
+    Copies of the job are named as `${job}` again, so that overrides of `job.timestamp_id` and the like hold everywhere.
+    """
     config = OmegaConf.load(unit.job_config.metadata.config_path)
     assert isinstance(config, DictConfig)
+    config.runner = _name_job(OmegaConf.to_container(config.runner, resolve=False))
     config.job.runner_state_path = location
     model = unit.get_finetune_model_config()
     if model is not None:
         config.runner.train_eval_unit.model = model
     return config
+
+
+def _name_job(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_name_job(child) for child in node]
+    if isinstance(node, dict):
+        return {key: "${job}" if key == "job_config" else _name_job(child) for key, child in node.items()}
+    return node
 
 
 def _begin(partial: str, config: DictConfig) -> None:

@@ -80,3 +80,12 @@ def converted_steps(steps: int, before: StepSize | None, now: StepSize, steps_pe
     else:
         logging.info(text)
     return new
+
+
+def warn_of_other_epochs(before: int, now: int) -> None:
+    """Tell that an epoch of the same batches has another number of steps than when the checkpoint was saved."""
+    if before != now:
+        logging.warning(
+            f"the checkpoint is of a run with {before} steps an epoch, this one has {now}: the data set, or what is "
+            "dropped from it, has changed. The position in the epoch is kept; which graphs it leaves out is not known"
+        )

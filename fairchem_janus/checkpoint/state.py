@@ -7,7 +7,7 @@ Keys of our own are below `unit_state.janus`. Plain fairchem asks for the keys i
 checkpoint that lacks some is not asked for them:
 
 - `schedule`: what the run chose (`choice.py`);
-- `step_size`: what a step takes from an epoch (`progress.py`);
+- `step_size`: what a step takes from an epoch (`progress.py`), and `steps_per_epoch`;
 - `unfinished_epoch`: steps of an epoch that `max_steps` broke off, which torchtnt counts as completed;
 - `random.rank<r>`: random generators of global rank r (`random_state.py`).
 """
@@ -27,9 +27,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from fairchem_janus.checkpoint import random_state
 from fairchem_janus.checkpoint.contents import Shapes, check_contents, needed_contents, read_contents
 from fairchem_janus.checkpoint.optimizer import merge_groups, optimizer_state, restore_optimizer
-from fairchem_janus.checkpoint.progress import StepSize, converted_steps
+from fairchem_janus.checkpoint.progress import StepSize, converted_steps, warn_of_other_epochs
 
 OWN_KEY = "janus"
+_OWN_TEXTS = ("schedule", "step_size", "steps_per_epoch", "unfinished_epoch")
 
 if TYPE_CHECKING:
     from fairchem_janus.unit import JanusTrainEvalUnit
@@ -51,6 +52,7 @@ def unit_state(unit: JanusTrainEvalUnit) -> dict[str, Any]:
         OWN_KEY: {
             "schedule": unit.choice.state(),
             "step_size": unit.step_size.to_json(),
+            "steps_per_epoch": str(unit.steps_per_epoch),
             "unfinished_epoch": str(unit.unfinished_epoch()),
             "random": {random_state.key_of(unit.topology.grid.rank): unit.random_state.state()},
         },
@@ -75,7 +77,10 @@ def load_checkpoint(unit: JanusTrainEvalUnit, location: str) -> None:
         dcp.load(state_dict=held, checkpoint_id=location)
     except CheckpointException as error:  # a BaseException, which no handler would see
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise RuntimeError(f"reading {location} failed on rank {rank}: {cause!r}") from error
+        raise RuntimeError(
+            f"the checkpoint {location} is damaged; resume from an earlier one, with job.runner_state_path. Reading it "
+            f"failed on rank {rank}: {cause!r}"
+        ) from error
     before = held["unit_state"][OWN_KEY].get("step_size")
     step_size = StepSize.of_plain_fairchem(location) if before is None else StepSize.from_json(before)
     load_unit_state(unit, held["unit_state"], step_size)
@@ -92,14 +97,15 @@ def load_unit_state(unit: JanusTrainEvalUnit, state: Mapping[str, Any], step_siz
     unit.scheduler.load_state_dict(state["scheduler"])
     if unit.ema_model is not None:
         unit.ema_model.load_state_dict(state["ema"])
-    progress = dict(state["progress"])
-    if unfinished := int(state.get(OWN_KEY, {}).get("unfinished_epoch", "0")):
+    progress, own = dict(state["progress"]), state.get(OWN_KEY, {})
+    if unfinished := int(own.get("unfinished_epoch", "0")):
         progress["num_epochs_completed"] -= 1
         progress["num_steps_completed_in_epoch"] = unfinished
     steps = progress["num_steps_completed_in_epoch"]
     progress["num_steps_completed_in_epoch"] = converted_steps(steps, step_size, unit.step_size, unit.steps_per_epoch)
     unit.train_progress.load_state_dict(progress)
-    own = state.get(OWN_KEY, {})
+    if step_size in (None, unit.step_size):
+        warn_of_other_epochs(int(own.get("steps_per_epoch", unit.steps_per_epoch)), unit.steps_per_epoch)
     if "schedule" in own:
         unit.choice.load(own["schedule"])
     for saved in own.get("random", {}).values():
@@ -110,7 +116,7 @@ def _own_part(stored: Shapes, rank: int) -> dict[str, Any]:
     """Room for those of our own keys that a checkpoint has."""
     prefix = f"unit_state.{OWN_KEY}."
     keys = {key.removeprefix(prefix) for key in stored if key.startswith(prefix)}
-    own: dict[str, Any] = {key: "" for key in ("schedule", "step_size", "unfinished_epoch") if key in keys}
+    own: dict[str, Any] = {key: "" for key in _OWN_TEXTS if key in keys}
     num_saved = sum(key.startswith("random.") for key in keys)
     if num_saved:
         own["random"] = {random_state.key_of(rank % num_saved): b""}

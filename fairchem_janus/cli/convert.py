@@ -53,9 +53,6 @@ def convert(
     except (ValueError, OSError) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from error
-    if result is None:
-        typer.echo(f"{job_file} is a janus job already; nothing to do", err=True)
-        return
     for note in result.notes:
         typer.echo(note, err=True)
     if output is None:

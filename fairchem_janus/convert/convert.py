@@ -55,8 +55,8 @@ def convert(
     num_replicas: int | None = None,
     num_micro_batches: int | None = None,
     overrides: Sequence[str] = (),
-) -> Converted | None:
-    """Convert a stock job; None if it is janus's already.
+) -> Converted:
+    """Convert a stock job.
 
     Args:
         gp_size: None: as in the job.
@@ -72,7 +72,11 @@ def convert(
     document = YamlText(text)
     stock, incomplete = job.load(text, beside=job_file.parent, overrides=overrides)
     if not job.check_target(job.runner_target(stock)):
-        return None
+        raise ValueError(
+            f"{job_file} is a janus job already, and nothing was written. Change its layout by overrides: "
+            f"runner.janus.pipeline_size={pipeline_size} runner.janus.num_micro_batches=N "
+            "job.scheduler.ranks_per_node=RANKS"
+        )
     layout = job.lay_out_job(stock, P=pipeline_size, G=gp_size, D=num_replicas, N=num_micro_batches)
     settings, unchecked = job.check(stock, layout)
     edits = plan_edits(stock, layout, settings, has_copy=document.has(JOB_COPY))

@@ -21,8 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fairchem_janus.config import JanusConfig
 from fairchem_janus.convert.layout import Layout, lay_out
+from fairchem_janus.job import check_children, check_job
 from fairchem_janus.model.checks import ModelSettings, read_model_settings
-from fairchem_janus.runner import JanusRunner, check_children, check_job
+from fairchem_janus.runner import JanusRunner
 
 SEARCH_PATH = "hydra.searchpath"
 

@@ -73,7 +73,13 @@ def _finetuning_config(config: dict[str, Any]) -> dict[str, Any]:
     location = config["checkpoint_location"]
     if isinstance(location, Mapping):  # the fine-tuning template's: a function that finds, or fetches, it by name
         location = instantiate(location)
-    model = _plain(torch.load(location, map_location="cpu", weights_only=False, mmap=True).model_config)
+    checkpoint = torch.load(location, map_location="cpu", weights_only=False, mmap=True)
+    if not hasattr(checkpoint, "model_config"):
+        raise ValueError(
+            f"checkpoint_location: {location} is no inference checkpoint of fairchem; initialize_finetuning_model "
+            "wants the inference_ckpt.pt of a checkpoint folder"
+        )
+    model = _plain(checkpoint.model_config)
     if config.get("overrides"):
         model = update_configs(model, config["overrides"])
     if config.get("heads"):
@@ -84,7 +90,15 @@ def _finetuning_config(config: dict[str, Any]) -> dict[str, Any]:
 def _starting_checkpoint_config(config: dict[str, Any]) -> dict[str, Any]:
     """`HydraModel(finetune_config=...)`: parts that the job leaves out come from the starting checkpoint."""
     location = config["finetune_config"]["starting_checkpoint"]
-    start = _plain(torch.load(location, map_location="cpu", weights_only=False, mmap=True)["config"]["model"])
+    checkpoint = torch.load(location, map_location="cpu", weights_only=False, mmap=True)
+    if not isinstance(checkpoint, Mapping):
+        raise ValueError(
+            f"finetune_config.starting_checkpoint: {location} is an inference checkpoint; HydraModel reads fairchem's "
+            "older files, a dictionary with `config` and `state_dict`. Start from this one with initialize_finetuning_"
+            "model: {_target_: fairchem.core.units.mlip_unit.mlip_unit.initialize_finetuning_model, "
+            "checkpoint_location: FILE, heads: ...}"
+        )
+    start = _plain(checkpoint["config"]["model"])
     merged = {part: config.get(part) or start.get(part) for part in ("backbone", "heads")}
     merged["backbone"] = merged["backbone"] | config["finetune_config"].get("override", {})
     return merged

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from fairchem_janus.checkpoint.progress import StepSize, converted_steps
+from fairchem_janus.checkpoint.progress import StepSize, converted_steps, warn_of_other_epochs
 from fairchem_janus.data.sampler import MicroBatchSampler
 
 
@@ -57,3 +57,10 @@ def test_plain_fairchem_s_step_is_one_batch_a_data_parallel_rank(tmp_path: Path)
     job = {"scheduler": {"num_nodes": 2, "ranks_per_node": 8}, "graph_parallel": {"group_size": 4}}
     OmegaConf.save(OmegaConf.create({"job": job}), tmp_path / "resume.yaml")
     assert StepSize.of_plain_fairchem(str(tmp_path)) == batches(4)
+
+
+def test_an_epoch_of_another_length_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_other_epochs(7, 7)
+    assert not caplog.records
+    warn_of_other_epochs(7, 6)
+    assert "a run with 7 steps an epoch, this one has 6" in caplog.text

@@ -41,9 +41,11 @@ def test_an_output_file_and_how_to_run_it(tmp_path: Path) -> None:
     assert yaml.safe_load(output.read_text())["job"]["scheduler"]["ranks_per_node"] == 4
     assert f"{output}: D x P x G = 2 x 2 x 1, N = 3. Run it: fairchem -c {output}" in result.stderr
     assert f"add \"hydra.searchpath=['{JOBS}']\"" in result.stderr
-    again = call(output, "--pipeline", 2, f"hydra.searchpath=['{JOBS}']")
-    assert (again.exit_code, again.stdout) == (0, "")
-    assert again.stderr.splitlines()[-1] == f"{output} is a janus job already; nothing to do"
+    twice = tmp_path / "twice.yaml"
+    again = call(output, "--pipeline", 4, "-o", twice, f"hydra.searchpath=['{JOBS}']")
+    assert (again.exit_code, again.stdout, twice.exists()) == (2, "", False)
+    assert f"error: {output} is a janus job already, and nothing was written." in again.stderr
+    assert "runner.janus.pipeline_size=4 " in again.stderr
 
 
 @pytest.mark.parametrize(

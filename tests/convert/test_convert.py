@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from fairchem_janus.config import JanusConfig
 from fairchem_janus.convert import job
 from fairchem_janus.convert.convert import Converted, convert
+from fairchem_janus.job import check_job
 from fairchem_janus.model.checks import read_model_settings
-from fairchem_janus.runner import check_job
 from tests.builders import model_config
 from tests.integration.variants import stock_config
 from tests.jobs.prepare import STOCK_JOB
@@ -36,9 +36,7 @@ def variant(tmp_path: Path, *replacements: tuple[str, str], base: Path = STOCK_J
 
 
 def converted(job_file: Path, *overrides: str, pipeline_size: int = 2, num_replicas: int | None = None) -> Converted:
-    result = convert(job_file, pipeline_size=pipeline_size, num_replicas=num_replicas, overrides=overrides)
-    assert result is not None
-    return result
+    return convert(job_file, pipeline_size=pipeline_size, num_replicas=num_replicas, overrides=overrides)
 
 
 def refusal(job_file: Path, *overrides: str, pipeline_size: int = 2) -> str:
@@ -90,9 +88,10 @@ def test_a_stock_job_differs_in_the_changed_lines_alone() -> None:
     check_again(result)
 
 
-def test_a_converted_job_has_nothing_left_to_convert(tmp_path: Path) -> None:
+def test_a_converted_job_is_not_converted_again(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(converted(STOCK_JOB).text)
-    assert convert(tmp_path / "job.yaml", pipeline_size=2, overrides=[GROUPS]) is None
+    with pytest.raises(ValueError, match="is a janus job already"):
+        convert(tmp_path / "job.yaml", pipeline_size=2, overrides=[GROUPS])
 
 
 def test_the_fine_tuning_template_is_converted_and_passes_the_runners_checks(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from fairchem.core._cli import main
 from fairchem.core.common import distutils, gp_utils
 from fairchem.core.components.train.train_runner import get_most_recent_viable_checkpoint_path
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from fairchem_janus.parallel.launch import run_on_ranks
 from tests.integration.test_edge_cases import plain
@@ -102,6 +102,7 @@ def train_and_resume(data: list[str], folder: Path) -> None:
         "+dataset.omat_train.splits.train.sample_n=5",
         "+dataset.omol_train.splits.train.sample_n=9",
         "max_atoms=140",
+        "checkpoint_every=100",
     ]
     common = [str(STOCK_JOB), *data, *few, f"job.run_dir={folder}", f"runner.callbacks=[{save}, {end}]"]
     jobs = [("by_epochs", ["epochs=2", "steps=null"], (2, 3)), ("by_steps", ["epochs=null", "steps=5"], (4,))]
@@ -113,6 +114,30 @@ def train_and_resume(data: list[str], folder: Path) -> None:
         assert ours["steps"] == {"by_epochs": 6, "by_steps": 5}[name]
         for step in resumed:
             assert fairchem(f"{folder}/{name}/checkpoints/step_{step}/resume.yaml") == ours
+    resume_elsewhere(folder / "by_steps" / "checkpoints" / "step_4" / "resume.yaml", folder / "moved")
+    plain_resume = folder / "by_steps_plain" / "checkpoints" / "step_4" / "resume.yaml"
+    with pytest.raises(ValueError, match=r"Add this override: 'runner.train_eval_unit.job_config=\$\{job\}'"):
+        resume_elsewhere(plain_resume, folder / "refused", *adopt(P=1, N=1))
+    shared = "runner.train_eval_unit.job_config=${job}"
+    resume_elsewhere(plain_resume, folder / "switched", *adopt(P=1, N=1), shared)
+    damaged = folder / "moved" / "checkpoints" / "final"
+    (damaged / "__0_0.distcp").write_bytes(b"not what was saved")
+    with pytest.raises(RuntimeError, match=r"checkpoints/final is damaged; resume from an earlier one"):
+        fairchem(str(damaged / "resume.yaml"), "runner.max_steps=6")
+
+
+def resume_elsewhere(resume: Path, run: Path, *overrides: str) -> None:
+    """Into a new run folder, whoever saved the checkpoint: all of the run is there, and nothing is added to the old."""
+    before = sorted(resume.parents[2].rglob("*"))
+    lines = [path.read_text() for path in before if path.name == "metrics.jsonl"]
+    fairchem(str(resume), *overrides, f"job.timestamp_id={run.name}")
+    assert sorted(resume.parents[2].rglob("*")) == before
+    assert [path.read_text() for path in before if path.name == "metrics.jsonl"] == lines
+    first, *_ = (run / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(first)["step"] == 4
+    saved = OmegaConf.load(run / "checkpoints" / "final" / "resume.yaml")
+    assert saved.job.timestamp_id == saved.runner.train_eval_unit.job_config.timestamp_id == run.name
+    assert saved.runner._target_ == "fairchem_janus.JanusRunner"
 
 
 def test_train_and_resume_by_epochs_and_by_steps(fake_job: list[str], tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from fairchem.core.units.mlip_unit.api.inference import MLIPInferenceCheckpoint
 from omegaconf import OmegaConf
 
 from fairchem_janus.config import JanusConfig
+from fairchem_janus.job import check_job
 from fairchem_janus.model.checks import ModelSettings, check_edges_given, check_model, read_model_settings
 from fairchem_janus.parallel.graph import read_graph_parallel
-from fairchem_janus.runner import check_job
 from tests.builders import DENSE, EFS_HEAD, MOE_HEAD, MOLE, SINGLE_HEAD, backbone_config, head_config, model_config
 
 ENERGY_HEAD = "fairchem.core.models.uma.escn_md.MLP_Energy_Head"
@@ -241,6 +241,14 @@ def test_parts_that_a_starting_checkpoint_gives_are_read_from_it(tmp_path: Path)
     assert "head 'new' is" in text
     text = refusal(starting_job(tmp_path, finetune={"override": {"direct_forces": True}}))
     assert "backbone.direct_forces is true" in text
+
+
+def test_checkpoints_of_the_other_kind_are_refused_with_what_reads_them(tmp_path: Path) -> None:
+    inference = finetuning_job(tmp_path)["checkpoint_location"]
+    text = refusal({**starting_job(tmp_path), "finetune_config": {"starting_checkpoint": inference}})
+    assert "is an inference checkpoint" in text and "initialize_finetuning_model" in text
+    older = starting_job(tmp_path)["finetune_config"]["starting_checkpoint"]
+    assert "is no inference checkpoint" in refusal({**finetuning_job(tmp_path), "checkpoint_location": older})
 
 
 # ---------------------------------------------------------------- the job around the model

@@ -16,6 +16,7 @@ from fairchem_janus.model.checks import ModelSettings, check_model
 from fairchem_janus.parallel.graph import read_graph_parallel
 from fairchem_janus.parallel.topology import Grid
 from fairchem_janus.planning import starting_schedule
+from fairchem_janus.unit import JanusTrainEvalUnit
 
 LOADERS = ("train_dataloader", "eval_dataloader")
 _RUNNER_KEYS = tuple(name for name in inspect.signature(TrainEvalRunner.__init__).parameters if name != "self")
@@ -58,7 +59,7 @@ def check_children(children: Mapping[str, Any]) -> None:
                 "the runner (on the command line: +runner._recursive_=false)"
             )
     target = children["train_eval_unit"]["_target_"]
-    if get_object(target) is not MLIPTrainEvalUnit:
+    if get_object(target) not in (MLIPTrainEvalUnit, JanusTrainEvalUnit):
         raise ValueError(
             f"runner.train_eval_unit._target_ is {target}; janus replaces fairchem's MLIPTrainEvalUnit and knows no "
             "other"

@@ -47,7 +47,7 @@ def exactness(jobs: dict[str, DictConfig], *, world_size: int, steps: int = 1) -
     return results
 
 
-@pytest.mark.parametrize("P", SIZES)
+@pytest.mark.parametrize("P", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
 def test_gradients_equal_single_process(fake_job: list[str], P: int) -> None:
     """Every baseline with every N, the model's variants in turn."""
     pairs = [(schedule, N) for N in SIZES[P] for schedule in BASELINES]
@@ -60,6 +60,7 @@ def test_gradients_equal_single_process(fake_job: list[str], P: int) -> None:
     exactness(jobs, world_size=P)
 
 
+@pytest.mark.long
 def test_gradients_of_two_replicas_equal_single_process(fake_job: list[str]) -> None:
     jobs = {s: baseline(fake_job, s, P=2, N=2, D=2, variant="mole-efs") for s in BASELINES}
     exactness(jobs, world_size=4)
@@ -79,6 +80,7 @@ def test_energies_alone_checkpointing_and_a_frozen_backbone(fake_job: list[str])
     exactness(jobs, world_size=2)
 
 
+@pytest.mark.long
 def test_several_steps_give_the_same_parameters(fake_job: list[str]) -> None:
     """The gradient norm counts replicated parameters once, so that clipping is fairchem's."""
     clip = "runner.train_eval_unit.clip_grad_norm=0.5"

@@ -81,6 +81,7 @@ def test_a_run_that_max_steps_ended_in_mid_epoch_is_extended_with_the_rest_of_th
             torch.testing.assert_close(after[name], before[name], rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.parametrize("run", [2], ids=["P2"], indirect=True)
 def test_inference_checkpoint_loads_where_this_package_is_not_installed(run: tuple[int, DictConfig, Any]) -> None:
     _, config, _ = run
     program = (

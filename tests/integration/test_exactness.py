@@ -46,7 +46,12 @@ def assert_exact(result: Comparison, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("P", "D", "N", "variant"),
-    [(P, D, N, VARIANTS[i % len(VARIANTS)]) for i, (P, D, N) in enumerate(GRID)],
+    [
+        pytest.param(
+            P, D, N, VARIANTS[i % len(VARIANTS)], marks=[pytest.mark.long] * (P == 3 or (P * D == 8 and N < 5))
+        )
+        for i, (P, D, N) in enumerate(GRID)
+    ],
     ids=lambda value: str(value),
 )
 def test_gradients_equal_single_process(
@@ -58,7 +63,7 @@ def test_gradients_equal_single_process(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("P", [2, 3])
+@pytest.mark.parametrize("P", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_gradients_equal_single_process_on_fake_data(check: Check, fake_job: list[str], P: int, variant: str) -> None:
     config = make_variant(variant, fake_job, *adopt(P=P, N=3))
     result = check(config, world_size=P, name=variant, dtype=torch.float64)

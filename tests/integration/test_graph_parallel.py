@@ -198,7 +198,7 @@ NO_EDGES = (
 """Among them micro-batches without any edge, and, split by index, ranks without one."""
 
 
-@pytest.mark.parametrize("G", [2, 3])
+@pytest.mark.parametrize("G", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_ranks_with_next_to_nothing(tmp_path: Path, G: int) -> None:
     """No atom of a graph, no edge, a micro-batch with fewer atoms than ranks (its graphs stay whole), in every mode."""
     jobs = {}

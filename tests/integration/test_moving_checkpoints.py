@@ -70,7 +70,14 @@ RELOADS = [
 ]
 """Resumed, and saved again without a step."""
 
-LONG = [("P2-N2", "P1-N2"), ("G2-N2", "P1-N2"), ("P2-N2", "P2-unfolded"), ("plain-ddp", "P2-N2"), *FOUR_RANKS]
+LONG = [
+    ("P2-N2", "P1-N2"),
+    ("G2-N2", "P1-N2"),
+    ("P2-N2", "P2-unfolded"),
+    ("plain-ddp", "P2-N2"),
+    ("P2-N2", "G2-N2"),
+    *FOUR_RANKS,
+]
 """Left to the long suite."""
 
 LONG_RELOADS = [pair for pair in RELOADS if pair not in (("P1-N2", "P2-N2"), ("P2-N1", "plain"))]

@@ -48,7 +48,7 @@ def worst(gradients: Named, reference: Named) -> float:
     return max(tensor_errors(gradients, reference).values())
 
 
-@pytest.mark.parametrize("variant", ["mole-efs", "mole-dropout-efs"])
+@pytest.mark.parametrize("variant", [pytest.param("mole-efs", marks=pytest.mark.long), "mole-dropout-efs"])
 def test_twenty_packings_of_a_global_batch_have_one_gradient(fake_job: list[str], variant: str) -> None:
     """Two data sets, stress on one of them; with dropout too, since masks belong to graphs."""
     config = make_variant(variant, fake_job, *adopt(P=1, N=1), "runner.train_eval_unit.clip_grad_norm=null")

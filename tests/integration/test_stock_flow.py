@@ -93,8 +93,8 @@ def fairchem(*arguments: str) -> dict[str, Any]:
     return json.loads(Path("end.json").read_text())
 
 
-def train_and_resume(data: list[str], folder: Path) -> None:
-    """On one rank: jobs by plain fairchem, by janus, and by janus from its own checkpoints as they stand."""
+def train_and_resume(data: list[str], folder: Path, P: int) -> None:
+    """Jobs by plain fairchem, by janus, by janus from its own checkpoints as they stand, and into other folders."""
     os.chdir(folder)
     save = "{_target_: tests.jobs.callbacks.SaveAt, steps: [2, 3, 4], checkpoint_every_n_steps: ${checkpoint_every}}"
     end = "{_target_: tests.jobs.callbacks.WriteEnd, path: end.json}"
@@ -103,12 +103,17 @@ def train_and_resume(data: list[str], folder: Path) -> None:
         "+dataset.omol_train.splits.train.sample_n=9",
         "max_atoms=140",
         "checkpoint_every=100",
+        "backbone.num_layers=2",
     ]
     common = [str(STOCK_JOB), *data, *few, f"job.run_dir={folder}", f"runner.callbacks=[{save}, {end}]"]
-    jobs = [("by_epochs", ["epochs=2", "steps=null"], (2, 3)), ("by_steps", ["epochs=null", "steps=5"], (4,))]
-    for name, limits, resumed in jobs:
+    unit = "runner.train_eval_unit._target_=fairchem_janus.JanusTrainEvalUnit"  # may be named, needs not be
+    jobs: list[tuple[str, list[str], list[str], tuple[int, ...]]] = [
+        ("by_epochs", ["epochs=2", "steps=null"], [], (2, 3)),
+        ("by_steps", ["epochs=null", "steps=5"], [unit], (4,)),
+    ]
+    for name, limits, named, resumed in jobs:
         expected = fairchem(*common, *limits, f"+job.timestamp_id={name}_plain")
-        ours = fairchem(*common, *limits, *adopt(P=1, N=1), f"+job.timestamp_id={name}")
+        ours = fairchem(*common, *limits, *adopt(P=P, N=1), *named, f"+job.timestamp_id={name}")
         assert ours == {**expected, "loss": pytest.approx(expected["loss"], rel=1e-4)}
         assert ours["steps_per_epoch"] == 3, "one checkpoint shall be within an epoch, one between two"
         assert ours["steps"] == {"by_epochs": 6, "by_steps": 5}[name]
@@ -116,14 +121,18 @@ def train_and_resume(data: list[str], folder: Path) -> None:
             assert fairchem(f"{folder}/{name}/checkpoints/step_{step}/resume.yaml") == ours
     resume_elsewhere(folder / "by_steps" / "checkpoints" / "step_4" / "resume.yaml", folder / "moved")
     plain_resume = folder / "by_steps_plain" / "checkpoints" / "step_4" / "resume.yaml"
-    with pytest.raises(ValueError, match=r"Add this override: 'runner.train_eval_unit.job_config=\$\{job\}'"):
-        resume_elsewhere(plain_resume, folder / "refused", *adopt(P=1, N=1))
     shared = "runner.train_eval_unit.job_config=${job}"
-    resume_elsewhere(plain_resume, folder / "switched", *adopt(P=1, N=1), shared)
-    damaged = folder / "moved" / "checkpoints" / "final"
-    (damaged / "__0_0.distcp").write_bytes(b"not what was saved")
+    resume_elsewhere(plain_resume, folder / "switched", *adopt(P=P, N=1), shared)
+    if P == 1:
+        check_refusals(plain_resume, folder / "moved" / "checkpoints" / "final")
+
+
+def check_refusals(plain_resume: Path, checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=r"Add this override: 'runner.train_eval_unit.job_config=\$\{job\}'"):
+        fairchem(str(plain_resume), *adopt(P=1, N=1), "job.timestamp_id=refused")
+    (checkpoint / "__0_0.distcp").write_bytes(b"not what was saved")
     with pytest.raises(RuntimeError, match=r"checkpoints/final is damaged; resume from an earlier one"):
-        fairchem(str(damaged / "resume.yaml"), "runner.max_steps=6")
+        fairchem(str(checkpoint / "resume.yaml"), "runner.max_steps=6")
 
 
 def resume_elsewhere(resume: Path, run: Path, *overrides: str) -> None:
@@ -140,5 +149,6 @@ def resume_elsewhere(resume: Path, run: Path, *overrides: str) -> None:
     assert saved.runner._target_ == "fairchem_janus.JanusRunner"
 
 
-def test_train_and_resume_by_epochs_and_by_steps(fake_job: list[str], tmp_path: Path) -> None:
-    run_on_ranks(train_and_resume, fake_job, tmp_path, world_size=1, timeout_seconds=200.0)
+@pytest.mark.parametrize("P", [1, pytest.param(2, marks=pytest.mark.long)])  # the latter starts 12 groups of ranks
+def test_train_and_resume_by_epochs_and_by_steps(fake_job: list[str], tmp_path: Path, P: int) -> None:
+    run_on_ranks(train_and_resume, fake_job, tmp_path, P, world_size=1, timeout_seconds=500.0)

@@ -71,8 +71,7 @@ class JanusRunner(TrainEvalRunner):
         try:
             self._build(janus, children)
         except Exception as error:
-            self._groups.close()
-            self.watch.report(error)
+            self._give_up(error)
             raise
 
     def _build(self, janus: Mapping[str, Any] | None, children: dict[str, Any]) -> None:
@@ -173,6 +172,11 @@ class JanusRunner(TrainEvalRunner):
         self._groups.close()
         self.watch.stop()
 
+    def _give_up(self, error: Exception) -> None:
+        """What went wrong before `run`, for all ranks to see."""
+        self._groups.close()
+        self.watch.report(error)
+
     def _report_end(self) -> None:
         unit = self.train_eval_unit
         progress = unit.train_progress
@@ -192,8 +196,7 @@ class JanusRunner(TrainEvalRunner):
         try:
             check_job_copy(self.train_eval_unit.job_config, self.job_config)
         except ValueError as error:
-            self._groups.close()
-            self.watch.report(error)
+            self._give_up(error)
             raise
         super().load_state(checkpoint_location)
 
